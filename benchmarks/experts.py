@@ -30,25 +30,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.in_turn import beside, take_turns
-from benchmarks.workload import Bytes, add_sizes, megacore_step
-from megacore.config import (
-    AdamWConfig,
-    Config,
-    DataConfig,
-    ExpertsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ResolvedConfig,
-    TrainingConfig,
-)
+from benchmarks.workload import LLAMA, Bytes, add_sizes, megacore_step
+from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 
+NOTHING_BALANCES = "mixture, nothing balances"
 _BYTES = 256
 _SIZES = {"hidden": (96, 256), "seq": (128, 256), "width": (128, 512)}  # by default: of learning, of speed
 _LAST = 0.1  # part of the steps and of the text
@@ -64,68 +56,42 @@ def read_text(path: Path | None) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def configuration(
-    options: argparse.Namespace,
-    directory: str,
-    *,
-    experts: ExpertsConfig,
-    parallel: ParallelConfig,
-    ranks: int = 1,
-    seed: int = 1234,
+    options: argparse.Namespace, directory: str, *, variant: str, ranks: int = 1, **changes: Any
 ) -> ResolvedConfig:
     """A small Llama, whose feed-forward layers are as wide as the experts of a token together."""
-    model = ModelConfig(
-        num_layers=options.layers,
-        hidden_size=options.hidden,
-        num_attention_heads=options.heads,
+    return resolved_configuration(
+        options,
+        directory,
+        micro_batch=options.batch // ranks,
+        ranks=ranks,
         ffn_hidden_size=options.chosen * options.width,
-        vocab_size=_BYTES,
-        activation="swiglu",
-        normalization="RMSNorm",
-        position_embedding_type="rope",
-        disable_bias_linear=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        untie_embeddings_and_output_weights=True,
+        lr=2e-3,
+        min_lr=2e-4,
+        lr_decay_style="cosine",
+        lr_warmup_iters=options.steps // 20,
+        clip_grad=1.0,
+        train_iters=options.steps,
+        eval_iters=options.eval_batches,
+        eval_interval=options.steps,
+        device="cpu",
+        **(LLAMA | variants(options)[variant] | changes),
     )
-    return Config(
-        model=model,
-        experts=experts,
-        parallel=parallel,
-        data=DataConfig(seq_length=options.seq, mock_data=True),
-        optimizer=OptimizerConfig(
-            lr=2e-3, min_lr=2e-4, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20, weight_decay=0.1
-        ),
-        adamw=AdamWConfig(adam_beta2=0.95),
-        training=TrainingConfig(
-            micro_batch_size=options.batch // ranks,
-            global_batch_size=options.batch,
-            train_iters=options.steps,
-            eval_iters=options.eval_batches,
-            eval_interval=options.steps,
-            output_dir=directory,
-            seed=seed,
-        ),
-    ).resolve(ranks)
 
 
-def variants(options: argparse.Namespace) -> dict[str, ExpertsConfig]:
-    """The models of the table by name."""
-
-    def mixture(**fields: Any) -> ExpertsConfig:
-        return ExpertsConfig(
-            num_experts=options.experts,
-            moe_router_topk=options.chosen,
-            moe_ffn_hidden_size=options.width,
-            moe_router_score_function="sigmoid",
-            **fields,
-        )
-
+def variants(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The models of the table by name: fields of their configuration."""
+    mixture = {
+        "num_experts": options.experts,
+        "moe_router_topk": options.chosen,
+        "moe_ffn_hidden_size": options.width,
+        "moe_router_score_function": "sigmoid",
+    }
     biased = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": options.bias_rate}
     return {
-        "dense": ExpertsConfig(),
-        "mixture, nothing balances": mixture(),
-        "mixture, balance loss": mixture(moe_aux_loss_coeff=0.01),
-        "mixture, expert bias": mixture(**biased),
+        "dense": {},
+        NOTHING_BALANCES: mixture,
+        "mixture, balance loss": mixture | {"moe_aux_loss_coeff": 0.01},
+        "mixture, expert bias": mixture | biased,
     }
 
 
@@ -139,13 +105,13 @@ def learn(options: argparse.Namespace) -> None:
     print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of 4 | of all |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     last = max(1, round(options.steps * _LAST))
-    for name, experts in variants(options).items():
+    for name, fields in variants(options).items():
         if options.variant is not None and options.variant not in name:
             continue
         losses, validation, violations = list[float](), list[float](), dict[int, list[float]]()
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
-                config = configuration(options, directory, experts=experts, parallel=_ON_CPU, seed=seed)
+                config = configuration(options, directory, variant=name, seed=seed)
                 mesh = Mesh(device=torch.device("cpu"))
                 data = Bytes(train_text, options.seq, seed=seed), Bytes(valid_text, options.seq, seed=0)
                 trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
@@ -162,7 +128,7 @@ def learn(options: argparse.Namespace) -> None:
                 assert loss is not None
                 validation.append(loss)
         total = sum(parameter.numel() for parameter in trainer.model.parameters.values())
-        idle = _idle_parameters(trainer, options) if experts.num_experts else 0
+        idle = _idle_parameters(trainer, options) if fields else 0
         uneven = " | ".join(f"{statistics.fmean(values):.2f}" for values in violations.values()) or " | | "
         print(
             f"| {name} | {total / 1e6:.2f}M | {(total - idle) / 1e6:.2f}M | {statistics.fmean(losses):.4f} | "
@@ -192,9 +158,6 @@ def violation_of_chance(options: argparse.Namespace, batches: int) -> float:
     return statistics.fmean(found)
 
 
-_ON_CPU = ParallelConfig(device="cpu")
-
-
 def _idle_parameters(trainer: Trainer, options: argparse.Namespace) -> int:
     of_experts = (p.numel() for name, p in trainer.model.parameters.items() if ".experts." in name)
     return round(sum(of_experts) * (1 - options.chosen / options.experts))
@@ -206,11 +169,12 @@ def _idle_parameters(trainer: Trainer, options: argparse.Namespace) -> int:
 def train_in_turn(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> dict[str, list[float]]:
     """Seconds of a step of each layout and, on the first rank while the other one waits, of transformers'."""
     torch.set_num_threads(1)
-    experts, mesh = variants(options)["mixture, nothing balances"], None
+    mesh = None
     runs: dict[str, Callable[[], Any]] = {}
     for name, ep in (("megacore, --dp 2 --ep 2", 2), ("megacore, --dp 2", 1)):
-        parallel = ParallelConfig(device="cpu", dp=world_size, ep=ep)
-        config = configuration(options, f"{directory}/{ep}", experts=experts, parallel=parallel, ranks=world_size)
+        config = configuration(
+            options, f"{directory}/{ep}", variant=NOTHING_BALANCES, ranks=world_size, dp=world_size, ep=ep
+        )
         mesh = build_mesh(config.parallel)
         with contextlib.redirect_stdout(None):
             data = Bytes(read_text(options.text)[0], options.seq, seed=0)
@@ -265,7 +229,7 @@ def race(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(parser, steps=400, rounds=7, layers=2, batch=8, experts=8, chosen=2, width=0, seeds=1)
+    add_sizes(parser, steps=400, rounds=7, layers=2, vocab=_BYTES, experts=8, chosen=2, width=0, seeds=1)
     parser.set_defaults(**dict.fromkeys(_SIZES))
     parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
     parser.add_argument("--bias-rate", type=float, default=1e-3, help="--moe-router-bias-update-rate")

@@ -10,10 +10,7 @@ The first table has one operator that doubles its input: a chain of them, divide
 kernels nor autograd's engine hide what it costs to be an operator. It is called as training calls operators (`eager`),
 as fake tensors and torch.compile see them (`custom_op`), and as a plain `torch.autograd.Function`.
 
-The second table has operators of megacore, beside the function of torch that is nearest. Each figure includes the call
-of autograd's engine, which the last row shows by itself, and one to three launches by Triton.
-
-The third table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
+The second table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
 from straight code: the kernels and products themselves, each in the simplest autograd function, without modules,
 checks or a choice of layouts. No framework in Python that launches them in eager mode takes less. The third side is the
 same block in plain torch.nn, which has separate operators for what a kernel of megacore does in one launch. The times
@@ -57,10 +54,15 @@ from megacore.ops.dispatch import Node, Operator
 from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
+from tools.generated_pages import table
 
 ROWS, WIDTH, BLOCKS, CHAIN = 4, 64, 4, 8
 GROUPS = {"Llama": {"num_query_groups": 2}}
 CPU = torch.device("cpu")
+HEAD = (
+    *("block", "launched", "calls", "us", "us each", "bare: calls", "us", "us each", "ratio"),
+    *("torch.nn: launched", "calls", "us", "us each", "ratio"),
+)
 Call = Callable[[Tensor], Any]
 
 # ---- without a GPU
@@ -158,48 +160,20 @@ class _Double(torch.autograd.Function):
 def in_chain(call: Call, x: Tensor, times: int) -> float:
     """Microseconds of one of several calls, each of the result of the one before, forward and backward."""
 
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(CHAIN):
-            x = call(x)
-        return x
-
-    return microseconds(chain, x, times) / CHAIN
-
-
-# ---- operators
-
-
-def operators() -> Iterator[tuple[str, Call, Call, Tensor]]:
-    """The operators of a block, by name: ours, torch's nearest, and what both read."""
-    x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, requires_grad=True)
-    other, angles = torch.ones_like(x), torch.ones(ROWS, 8)
-    layer_norm = partial(F.layer_norm, normalized_shape=(WIDTH,), weight=weight)
-    yield "rms_norm", partial(ops.rms_norm, weight=weight), layer_norm, x
-    yield "add_rms_norm", partial(ops.add_rms_norm, residual=other, weight=weight), lambda x: layer_norm(x + other), x
-    yield "rms_norm_with_input", partial(ops.rms_norm_with_input, weight=weight), lambda x: (layer_norm(x), x * 1.0), x
-    split = partial(ops.split_rotary, cos=angles, sin=angles, groups=1)
-    yield "split_rotary", split, lambda x: tuple(part.contiguous() for part in x.split([2, 1, 1], 2)), _packed()
-    yield "swiglu_of_halves", ops.swiglu_of_halves, lambda x: F.silu(x[:, :32]) * x[:, 32:], x
-    yield "gelu", ops.gelu, partial(F.gelu, approximate="tanh"), x
-    dropout = partial(ops.dropout_add, residual=other, probability=0.1, seed=1)
-    yield "dropout_add", dropout, lambda x: F.dropout(x, 0.1) + other, x
-    yield "(autograd's engine)", lambda x: x.view_as(x), lambda x: x.view_as(x), x
-
-
-def _packed() -> Tensor:
-    return torch.ones(1, ROWS, 4, 16)
-
-
-def microseconds(call: Call, x: Tensor, times: int) -> float:
-    """Of a forward and a backward."""
-    x = x.clone().requires_grad_()
-    y = call(x)
-    grads = [torch.ones_like(part) for part in (y if isinstance(y, tuple) else (y,))]
+    x, grad = x.clone().requires_grad_(), torch.ones_like(x)
     started = time.process_time()
     for _ in range(times):
-        y = call(x)
-        torch.autograd.backward(y, grads if isinstance(y, tuple) else grads[0], inputs=[x])
-    return (time.process_time() - started) / times * 1e6
+        y = x
+        for _ in range(CHAIN):
+            y = call(y)
+        torch.autograd.backward(y, grad, inputs=[x])
+    return (time.process_time() - started) / times / CHAIN * 1e6
+
+
+def in_chain_of_custom_op(x: Tensor, times: int) -> float:
+    """The same of the operator as torch.compile sees it."""
+    with as_custom_op():
+        return in_chain(double, x, times)
 
 
 # ---- blocks
@@ -465,6 +439,22 @@ def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
     return [min(times) for times in zip(*([time() for time in timed] for _ in range(rounds)), strict=True)]
 
 
+def row(shape: str, arguments: argparse.Namespace) -> tuple[object, ...]:
+    """The figures of a block, below HEAD."""
+    config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
+    x = torch.zeros(1, ROWS, config.hidden_size, requires_grad=True)
+    sides = [nn.Sequential(*(kind(config) for _ in range(BLOCKS))) for kind in (our_block, BareBlock, PlainBlock)]
+    launched, plain = launches(sides[0], x), launches(sides[2], x)
+    timed = [partial(block_microseconds, side, x, arguments.times // 8) for side in sides]
+    ours, bare, torchs = lowest(*timed, rounds=arguments.rounds)
+    called = [calls(side, x) for side in sides]
+    return (
+        *(shape, launched, called[0], f"{ours:.0f}", f"{ours / launched:.1f}"),
+        *(called[1], f"{bare:.0f}", f"{bare / launched:.1f}", f"{ours / bare:.2f}"),
+        *(plain, called[2], f"{torchs:.0f}", f"{torchs / plain:.1f}", f"{ours / torchs:.2f}"),
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -474,12 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # nothing is computed with what unwritten memory holds
 
-    def custom(call: Call, x: Tensor, *, timed: Callable[..., float] = microseconds) -> float:
-        with as_custom_op():
-            return timed(call, x, arguments.times)
-
     with without_driver():
-        print("| one operator, forward + backward | us |\n|---|---|")
         ways: dict[str, Call] = {
             "eager": double,
             "torch.autograd.Function": _Double.apply,
@@ -487,29 +472,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         ones = torch.ones(ROWS, WIDTH)
         chains = [partial(in_chain, way, ones, arguments.times) for way in ways.values()]
-        chains.append(partial(custom, double, ones, timed=in_chain))
-        for name, taken in zip((*ways, "custom_op"), lowest(*chains, rounds=arguments.rounds), strict=True):
-            print(f"| {name} | {taken:.1f} |")
-        print("\n| operator | custom_op | eager | torch |\n|---|---|---|---|")
-        for name, ours, torchs, x in operators():
-            timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
-            print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
-        print("\n| block | launched | calls | us | us each | bare: calls | us | us each | ratio ", end="")
-        print("| torch.nn: launched | calls | us | us each | ratio |\n" + "|---" * 14 + "|")
-        for shape in SHAPES:
-            config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
-            x = torch.zeros(1, ROWS, config.hidden_size, requires_grad=True)
-            sides = [
-                nn.Sequential(*(kind(config) for _ in range(BLOCKS))) for kind in (our_block, BareBlock, PlainBlock)
-            ]
-            launched, plain = launches(sides[0], x), launches(sides[2], x)
-            timed_sides = [partial(block_microseconds, side, x, arguments.times // 8) for side in sides]
-            times = lowest(*timed_sides, rounds=arguments.rounds)
-            called = [calls(side, x) for side in sides]
-            columns = [f"{launched} | {called[0]} | {times[0]:.0f} | {times[0] / launched:.1f}"]
-            columns += [f"{called[1]} | {times[1]:.0f} | {times[1] / launched:.1f} | {times[0] / times[1]:.2f}"]
-            columns += [f"{plain} | {called[2]} | {times[2]:.0f} | {times[2] / plain:.1f} | {times[0] / times[2]:.2f}"]
-            print(f"| {shape} | {' | '.join(columns)} |", flush=True)
+        chains.append(partial(in_chain_of_custom_op, ones, arguments.times))
+        taken = lowest(*chains, rounds=arguments.rounds)
+        names = (*ways, "custom_op")
+        print(table(("one operator, forward + backward", "us"), zip(names, (f"{t:.1f}" for t in taken), strict=True)))
+        print(f"\n{table(HEAD, (row(shape, arguments) for shape in SHAPES))}")
     return 0
 
 

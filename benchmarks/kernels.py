@@ -1,20 +1,18 @@
 """Bytes per second of every kernel on this GPU, beside torch eager, torch.compile and, where installed, Liger-Kernel.
 
-    python benchmarks/kernels.py --output benchmarks/results
+    python benchmarks/kernels.py > kernels.md
     python benchmarks/kernels.py --only rms_norm --no-compile
 
 A rate counts the bytes that the operator cannot avoid (inputs once, outputs once), and the share is of what copying a
 tensor reaches on the same device: 100% is a copy. Times are medians between device events, with the cache emptied
 before each call; the host has launched a call before the device begins with it. Backward is timed alone, on a graph
-that is kept, except where the gradient overwrites the input. One table is written as Markdown and as CSV, with the
-machine's name. A figure that cannot be taken is reported with its error, and the others are taken all the same; the
-exit status is then 1.
+that is kept, except where the gradient overwrites the input. Prints a table in Markdown, a row at once. A figure that
+cannot be taken is reported with its error, and the others are taken all the same; the exit status is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import math
 import sys
@@ -33,9 +31,11 @@ from torch import Tensor
 from benchmarks.gpu_check.device import copy_rate, describe_device, median_seconds, open_device
 from benchmarks.gpu_check.records import Records, one_line
 from megacore import ops
+from tools.generated_pages import table
 
 Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
 DTYPE = torch.bfloat16
+HEAD = ("operator", "direction", "implementation", "us", "GB/s", "of copy")
 LIGER, COMPILED = "liger", "torch.compile"
 
 
@@ -111,130 +111,97 @@ class Workloads:
             yield self._softmax(2 if self.small else max(1, 32 * 4096**2 // length**2), length)
         for vocabulary in (96,) if self.small else (50304, 128256):
             yield self._cross_entropy(rows, vocabulary)
-        yield self._swiglu(rows, 64 if self.small else 14336)
-        yield self._gelu(rows, 64 if self.small else 16384)
+        yield from self._elementwise(rows, *((64, 64, 64) if self.small else (14336, 16384, 8192)))
         yield self._rotary(*((2, 8, 2, 16) if self.small else (2, 8192, 32, 128)))
-        yield self._dropout(rows, 64 if self.small else 8192)
         yield self._adamw(1 << 10 if self.small else 1 << 28)
 
-    def _norms(self, rows: int, width: int) -> Iterator[Workload]:
-        tensor = rows * width * 2
-
-        def rms_inputs() -> tuple[Tensor, ...]:
-            return self._random(rows, width), self._random(width)
-
-        yield Workload(
-            name=f"rms_norm {rows} x {width}",
-            inputs=rms_inputs,
-            ours=ops.rms_norm,
-            plain=lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
-            forward_bytes=2 * tensor,
-            backward_bytes=3 * tensor,
-            liger=_liger("rms_norm", "LigerRMSNormFunction", lambda f: lambda x, weight: f(x, weight, 1e-5)),
-        )
-        yield Workload(
-            name=f"layer_norm {rows} x {width}",
-            inputs=lambda: (*rms_inputs(), self._random(width)),
-            ours=ops.layer_norm,
-            plain=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
-            forward_bytes=2 * tensor,
-            backward_bytes=3 * tensor,
-            liger=_liger("layer_norm", "LigerLayerNormFunction", lambda f: lambda x, w, b: f(x, w, b, 1e-5)),
-        )
-
-    def _softmax(self, heads: int, length: int) -> Workload:
-        later = torch.ones(length, length, dtype=torch.bool, device=self.device).triu(1)
-        weights = heads * length * length * 2
-        # Scores are read up to the diagonal; weights and the scores' gradient are written whole.
+    def _workload(
+        self, operator: str, shapes: Sequence[tuple[int, ...]], ours: Function, plain: Function,
+        moved: tuple[float, float], liger: Callable[[], Function] | None = None, *, in_one: bool = False,
+    ) -> Workload:  # fmt: skip
+        """An operator on tensors of these shapes, of which the first has the full size. Forward and backward move so
+        many of that size."""
+        size = math.prod(shapes[0]) * DTYPE.itemsize
         return Workload(
-            name=f"causal softmax {heads} x {length} x {length}",
-            inputs=lambda: (self._random(1, heads, length, length),),
-            ours=lambda x: ops.fused_softmax(x, scale=0.125, causal=True),
-            plain=lambda x: torch.softmax((x * 0.125).masked_fill(later, -math.inf), -1),
-            forward_bytes=weights + weights // 2,
-            backward_bytes=weights + weights,
-        )
-
-    def _cross_entropy(self, tokens: int, vocabulary: int) -> Workload:
-        targets = torch.randint(vocabulary, (tokens,), device=self.device)
-        logits = tokens * vocabulary * 2
-
-        return Workload(
-            name=f"cross_entropy {tokens} x {vocabulary}",
-            inputs=lambda: (self._random(tokens, vocabulary),),
-            ours=lambda x: ops.cross_entropy(x, targets, options=ops.CrossEntropyOptions(in_place=not x.is_leaf)),
-            plain=lambda x: F.cross_entropy(x.float(), targets, reduction="none"),
-            forward_bytes=logits,
-            backward_bytes=2 * logits,
-            liger=_liger(
-                "cross_entropy", "LigerCrossEntropyFunction", lambda f: lambda x: f(x, targets, None, -100)[0]
+            name=f"{operator} {' x '.join(map(str, shapes[0]))}",
+            inputs=lambda: tuple(
+                torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_() for shape in shapes
             ),
-            in_one=True,
+            ours=ours,
+            plain=plain,
+            forward_bytes=round(moved[0] * size),
+            backward_bytes=round(moved[1] * size),
+            liger=liger,
+            in_one=in_one,
         )
 
-    def _swiglu(self, rows: int, width: int) -> Workload:
-        tensor = rows * width * 2
-        return Workload(
-            name=f"swiglu {rows} x {width}",
-            inputs=lambda: (self._random(rows, width), self._random(rows, width)),
-            ours=ops.swiglu,
-            plain=lambda gate, up: F.silu(gate) * up,
-            forward_bytes=3 * tensor,
-            backward_bytes=5 * tensor,
-            liger=_liger("swiglu", "LigerSiLUMulFunction", lambda f: f),
-        )
+    def _norms(self, rows: int, width: int) -> Iterator[Workload]:
+        shapes = [(rows, width), (width,), (width,)]
 
-    def _gelu(self, rows: int, width: int) -> Workload:
-        tensor = rows * width * 2
-        return Workload(
-            name=f"bias_gelu {rows} x {width}",
-            inputs=lambda: (self._random(rows, width), self._random(width)),
-            ours=ops.bias_gelu,
-            plain=lambda x, bias: F.gelu(x + bias, approximate="tanh"),
-            forward_bytes=2 * tensor,
-            backward_bytes=3 * tensor,
-        )
+        def rms(x: Tensor, weight: Tensor) -> Tensor:
+            return F.rms_norm(x, weight.shape, weight, 1e-5)
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_()
+        def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.layer_norm(x, weight.shape, weight, bias)
+
+        liger = _liger("rms_norm", "LigerRMSNormFunction", lambda f: lambda x, w: f(x, w, 1e-5))
+        yield self._workload("rms_norm", shapes[:2], ops.rms_norm, rms, (2, 3), liger)
+        liger = _liger("layer_norm", "LigerLayerNormFunction", lambda f: lambda x, w, b: f(x, w, b, 1e-5))
+        yield self._workload("layer_norm", shapes, ops.layer_norm, layer, (2, 3), liger)
 
     def _residual_norms(self, rows: int, width: int) -> Iterator[Workload]:
-        tensor = rows * width * 2
+        shapes = [(rows, width), (rows, width), (width,), (width,)]
 
-        def inputs() -> tuple[Tensor, ...]:
-            return self._random(rows, width), self._random(rows, width), self._random(width)
-
-        def plain_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        def rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             total = x + residual
             return F.rms_norm(total, weight.shape, weight, 1e-5), total
 
-        def plain_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        def layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
             total = x + residual
             return F.layer_norm(total, weight.shape, weight, bias), total
 
         # Two tensors read, two written; backward reads two gradients and the sum, and writes one gradient for both.
-        yield Workload(
-            name=f"add_rms_norm {rows} x {width}",
-            inputs=inputs,
-            ours=ops.add_rms_norm,
-            plain=plain_rms,
-            forward_bytes=4 * tensor,
-            backward_bytes=4 * tensor,
-            liger=_liger(
-                "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", lambda f: lambda x, r, w: f(x, r, w, 1e-5)
-            ),
-        )
-        yield Workload(
-            name=f"add_layer_norm {rows} x {width}",
-            inputs=lambda: (*inputs(), self._random(width)),
-            ours=ops.add_layer_norm,
-            plain=plain_layer,
-            forward_bytes=4 * tensor,
-            backward_bytes=4 * tensor,
-        )
+        liger = _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", lambda f: lambda x, r, w: f(x, r, w, 1e-5))
+        yield self._workload("add_rms_norm", shapes[:3], ops.add_rms_norm, rms, (4, 4), liger)
+        yield self._workload("add_layer_norm", shapes, ops.add_layer_norm, layer, (4, 4))
+
+    def _softmax(self, heads: int, length: int) -> Workload:
+        later = torch.ones(length, length, dtype=torch.bool, device=self.device).triu(1)
+
+        def ours(x: Tensor) -> Tensor:
+            return ops.fused_softmax(x[None], scale=0.125, causal=True)
+
+        def plain(x: Tensor) -> Tensor:
+            return torch.softmax((x * 0.125).masked_fill(later, -math.inf), -1)
+
+        # Scores are read up to the diagonal; weights and the scores' gradient are written whole.
+        return self._workload("causal softmax", [(heads, length, length)], ours, plain, (1.5, 2))
+
+    def _cross_entropy(self, tokens: int, vocabulary: int) -> Workload:
+        targets = torch.randint(vocabulary, (tokens,), device=self.device)
+
+        def ours(x: Tensor) -> Tensor:
+            return ops.cross_entropy(x, targets, options=ops.CrossEntropyOptions(in_place=not x.is_leaf))
+
+        def plain(x: Tensor) -> Tensor:
+            return F.cross_entropy(x.float(), targets, reduction="none")
+
+        liger = _liger("cross_entropy", "LigerCrossEntropyFunction", lambda f: lambda x: f(x, targets, None, -100)[0])
+        return self._workload("cross_entropy", [(tokens, vocabulary)], ours, plain, (1, 2), liger, in_one=True)
+
+    def _elementwise(self, rows: int, gated: int, biased: int, dropped: int) -> Iterator[Workload]:
+        """With the width of each operator's tensors."""
+        liger = _liger("swiglu", "LigerSiLUMulFunction", lambda f: f)
+        shapes = [(rows, gated), (rows, gated)]
+        yield self._workload("swiglu", shapes, ops.swiglu, lambda gate, up: F.silu(gate) * up, (3, 5), liger)
+        shapes = [(rows, biased), (biased,)]
+        plain = partial(F.gelu, approximate="tanh")
+        yield self._workload("bias_gelu", shapes, ops.bias_gelu, lambda x, bias: plain(x + bias), (2, 3))
+        shapes = [(rows, dropped), (rows, dropped)]
+        ours = partial(ops.dropout_add, probability=0.1, seed=1)
+        yield self._workload("dropout_add", shapes, ours, lambda x, r: r + F.dropout(x, 0.1), (3, 2))
 
     def _rotary(self, batch: int, positions: int, heads: int, size: int) -> Workload:
-        tensor = batch * positions * heads * size * 2
         rates = 10_000.0 ** (-torch.arange(size // 2) / (size // 2))
         angles = (torch.arange(positions)[:, None] * rates).to(self.device)
         cos, sin = angles.cos(), angles.sin()  # [s, d/2] fp32
@@ -244,25 +211,8 @@ class Workloads:
             c, s = cos[:, None], sin[:, None]
             return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
 
-        return Workload(
-            name=f"rotary {batch} x {positions} x {heads} x {size}",
-            inputs=lambda: (self._random(batch, positions, heads, size),),
-            ours=lambda x: ops.rotary(x, cos, sin),
-            plain=plain,
-            forward_bytes=2 * tensor,
-            backward_bytes=2 * tensor,
-        )
-
-    def _dropout(self, rows: int, width: int) -> Workload:
-        tensor = rows * width * 2
-        return Workload(
-            name=f"dropout_add {rows} x {width}",
-            inputs=lambda: (self._random(rows, width), self._random(rows, width)),
-            ours=lambda x, residual: ops.dropout_add(x, residual, probability=0.1, seed=1),
-            plain=lambda x, residual: residual + F.dropout(x, 0.1),
-            forward_bytes=3 * tensor,
-            backward_bytes=2 * tensor,
-        )
+        ours = partial(ops.rotary, cos=cos, sin=sin)
+        return self._workload("rotary", [(batch, positions, heads, size)], ours, plain, (2, 2))
 
     def _adamw(self, count: int) -> Workload:
         factor, step = torch.ones((), device=self.device), torch.ones((), device=self.device)
@@ -397,7 +347,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write kernels.md and kernels.csv here")
     parser.add_argument(
         "--records", type=Path, metavar="FILE", help="append every figure to this file as JSON, at once"
     )
@@ -410,18 +359,15 @@ def main(argv: list[str] | None = None) -> int:
     device = open_device(options.device)
     copy = copy_rate(device, small=options.small)
     machine = f"{describe_device(device)}, copy {copy / 1e12:.2f} TB/s"
-    print(machine)
-    records, figures = Records(options.records), list[Figure]()
+    print(f"{machine}\n\n{table(HEAD, [])}", flush=True)
+    records = Records(options.records)
 
     def report(figure: Figure) -> None:
-        figures.append(figure)
         records.add("kernel", **asdict(figure))
-        print(*_row(figure), sep=" | ", flush=True)
+        print(table(HEAD, [_row(figure)]).splitlines()[-1], flush=True)
 
     chosen = [workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name]
     failed = measure_all(chosen, device, copy=copy, compile_too=not options.no_compile, report=report)
-    if options.output is not None:
-        _write(options.output, machine, [_row(figure) for figure in figures])
     return 1 if failed else 0
 
 
@@ -431,21 +377,6 @@ def _row(figure: Figure) -> tuple[str, ...]:
         return (*names, str(figure.error), "", "")
     rate = figure.bytes / figure.seconds
     return (*names, f"{figure.seconds * 1e6:.1f}", f"{rate / 1e9:.0f}", f"{figure.share_of_copy:.0%}")
-
-
-def _write(directory: Path, machine: str, rows: list[tuple[str, ...]]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    head = ("operator", "direction", "implementation", "us", "GB/s", "of copy")
-    with (directory / "kernels.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([head, *rows])
-    lines = [
-        machine,
-        "",
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    (directory / "kernels.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

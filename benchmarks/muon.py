@@ -16,22 +16,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.workload import add_sizes
-from megacore.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from benchmarks.comparison.configuration import resolved_configuration
+from benchmarks.workload import LLAMA, add_sizes
 from megacore.data.loading.loader import Microbatch
 from megacore.optim import muon
 from megacore.optim.newton_schulz import orthogonalized
@@ -114,26 +107,21 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> Found:
 
 def make_step(ranks: int, options: argparse.Namespace, directory: str) -> TrainStep:
     """A model of Llama's kind, with Muon on ZeRO 1."""
-    model: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "disable_bias_linear": True}
-    config = Config(
-        model=ModelConfig(
-            num_layers=options.layers,
-            hidden_size=options.hidden,
-            ffn_hidden_size=options.hidden * 8 // 3 // 64 * 64,
-            num_attention_heads=options.hidden // 64,
-            num_query_groups=options.hidden // 128,
-            position_embedding_type="rope",
-            vocab_size=options.vocab,
-            untie_embeddings_and_output_weights=True,
-            **model,
-        ),
-        parallel=ParallelConfig(device="cpu", dp=ranks, zero_stage=1),
-        data=DataConfig(mock_data=True, seq_length=options.seq),
-        optimizer=OptimizerConfig(optimizer="muon", lr=1e-3),
-        training=TrainingConfig(
-            train_iters=options.steps, micro_batch_size=1, global_batch_size=ranks, output_dir=directory
-        ),
-    ).resolve(ranks)
+    config = resolved_configuration(
+        options,
+        directory,
+        micro_batch=1,
+        ranks=ranks,
+        ffn_hidden_size=options.hidden * 8 // 3 // 64 * 64,
+        num_query_groups=options.hidden // 128,
+        dp=ranks,
+        zero_stage=1,
+        device="cpu",
+        optimizer="muon",
+        clip_grad=1.0,
+        train_iters=options.steps,
+        **LLAMA,
+    )
     mesh = build_mesh(config.parallel)
     return TrainStep(GPTTask(config, mesh), config, mesh)
 
@@ -143,9 +131,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(parser, ranks=4, layers=8, hidden=384, seq=16, steps=4)
     options = parser.parse_args(argv)
-    (alone,) = run_distributed(measure, 1, options, init=False, timeout=600)
-    ranks = run_distributed(measure, options.ranks, options, timeout=600)
+    options.heads = options.hidden // 64
     part = options.ranks
+    alone, *ranks = (
+        found
+        for count in (1, part)
+        for found in run_distributed(
+            measure, count, argparse.Namespace(**{**vars(options), "batch": count}), timeout=600
+        )
+    )
     head = (
         "",
         "processor time of the update, s",

@@ -44,6 +44,7 @@ from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 from megacore.tracer.step_trace import FREE
+from tools import generated_pages as pages
 
 MICRO_BATCH, POSITIONS, VOCABULARY, RANKS = 2, 64, 1024, 8
 CPU = torch.device("cpu")
@@ -212,7 +213,7 @@ def count_compiled(shape: str) -> tuple[list[str], list[str]]:
 
 def table() -> str:
     """The counts of today as Markdown."""
-    lines = ["| layer | ranks | forward + backward | collectives | copies | waits |", "|---|---|---|---|---|---|"]
+    rows = []
     counts = [(f"block, {shape}", f"tp {tp}", count_block(shape, tp)) for shape in SHAPES for tp in (1, RANKS)]
     counts += [("block, Llama", f"cp {RANKS}, {comm}", count_divided(comm)) for comm in CONTEXT_COMMS]
     counts += [(f"block, {MIXTRAL}", f"ep {ep}", count_experts(ep)) for ep in (1, RANKS)]
@@ -220,8 +221,8 @@ def table() -> str:
     for name, ranks, count in counts:
         both = count.forward + count.backward
         collectives = sum(number for op, number in both.items() if op.startswith("c10d::"))
-        lines.append(f"| {name} | {ranks} | {count} | {collectives} | {both['aten::clone']} | {count.waits} |")
-    return "\n".join(lines)
+        rows.append((name, ranks, count, collectives, both["aten::clone"], count.waits))
+    return pages.table(("layer", "ranks", "forward + backward", "collectives", "copies", "waits"), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,11 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", action="store_true", help="list the operators too")
     arguments = parser.parse_args(argv)
     if arguments.compiled:
-        print("| compiled block | tp | forward + backward | generated |\n|---|---|---|---|")
+        rows = []
         for shape in SHAPES:
             forward, backward = count_compiled(shape)
             generated = sum(name.startswith("cpp_fused") for name in forward + backward)
-            print(f"| {shape} | 1 | {len(forward)} + {len(backward)} | {generated} |", flush=True)
+            rows.append((shape, 1, f"{len(forward)} + {len(backward)}", generated))
+        print(pages.table(("compiled block", "tp", "forward + backward", "generated"), rows))
         return 0
     print(table())
     for shape in SHAPES if arguments.names else ():

@@ -34,7 +34,7 @@ def resolved_configuration(
         directory: for what a run writes.
         micro_batch: samples of a forward.
         ranks: of the run.
-        changes: of further fields, in whatever section they are: degrees, ZeRO stage, schedule.
+        changes: of fields, in whatever section they are: degrees, ZeRO stage, schedule, kind of model.
 
     Raises:
         ConfigError: the model cannot be divided so.

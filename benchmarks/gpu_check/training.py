@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -48,57 +48,43 @@ _SECONDS_OF_STEPS = 15.0
 _LARGEST_MICRO_BATCH, _LARGEST_SMALL = 1024, 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model as flags of pretrain_gpt.py.
+class Shape(NamedTuple):
+    """A model as flags of pretrain_gpt.py: to measure, and one of the same kind that any machine can train."""
 
-    Attributes:
-        flags: the model.
-        small: a model of the same kind that any machine can train.
-    """
-
-    flags: tuple[str, ...]
-    small: tuple[str, ...]
+    flags: str
+    small: str
 
 
+_TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128 "
+    "--vocab-size 512 --seq-length 64"
+)
 SHAPES = {
-    "gpt2-small": Shape(flags=("--preset", "gpt2-small"), small=("--preset", "gpt2-tiny")),
-    "gpt2-xl": Shape(flags=("--preset", "gpt2-xl"), small=("--preset", "gpt2-tiny", "--num-layers", "3")),
-    "llama-3.2-1b": Shape(
-        flags=("--preset", "llama-3.2-1b"),
-        small=(
-            "--preset", "llama-3.2-1b", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4",
-            "--num-query-groups", "2", "--ffn-hidden-size", "128", "--vocab-size", "512", "--seq-length", "64",
-        ),
-    ),
+    "gpt2-small": Shape("--preset gpt2-small", "--preset gpt2-tiny"),
+    "gpt2-xl": Shape("--preset gpt2-xl", "--preset gpt2-tiny --num-layers 3"),
+    "llama-3.2-1b": Shape("--preset llama-3.2-1b", f"--preset llama-3.2-1b {_TINY}"),
     # Mixtral's blocks at a size of which one device holds the whole state: 8 experts, of which a token uses 2.
     "experts": Shape(
-        flags=(
-            "--preset", "mixtral-8x7b", "--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16",
-            "--num-query-groups", "4", "--ffn-hidden-size", "3584", "--seq-length", "4096",
-        ),
-        small=(
-            "--preset", "mixtral-8x7b", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4",
-            "--num-query-groups", "2", "--ffn-hidden-size", "128", "--vocab-size", "512", "--seq-length", "64",
-        ),
+        "--preset mixtral-8x7b --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4 "
+        "--ffn-hidden-size 3584 --seq-length 4096",
+        f"--preset mixtral-8x7b {_TINY}",
     ),
-}  # fmt: skip
+}
 # What fits is found by trying: without the memory check, which refuses by formula.
 _COMMON = (
-    "--mock-data", "--precision", "bf16", "--hidden-dropout", "0", "--attention-dropout", "0", "--lr", "1e-4",
-    "--eval-interval", "0", "--no-memory-check",
-)  # fmt: skip
+    "--mock-data --precision bf16 --hidden-dropout 0 --attention-dropout 0 --lr 1e-4 --eval-interval 0 "
+    "--no-memory-check --train-iters 100000"
+)
 
 
 def config_of(shape: str, mode: Mode, micro_batch: int, directory: Path, *, small: bool) -> ResolvedConfig:
     """The configuration, as pretrain_gpt.py would make it of the same flags."""
     model = SHAPES[shape].small if small else SHAPES[shape].flags
-    batch = ("--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch))
-    run = ("--train-iters", "100000", "--output-dir", str(directory))
-    extra = {"plain": (), "offload": ("--offload-optimizer",), "compiled": ("--compile",)}[mode]
+    extra = {"plain": "", "offload": "--offload-optimizer", "compiled": "--compile"}[mode]
     if mode == "compiled" and small:  # for tests, which shall not wait for a compiler
-        extra += ("--compile-backend", "aot-eager")
-    flags = [*_COMMON, *model, *batch, *run, *extra]
+        extra += " --compile-backend aot-eager"
+    batch = f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch}"
+    flags = [*f"{_COMMON} {model} {batch} {extra}".split(), "--output-dir", str(directory)]
     return parse_config(flags, prog="training", description="", kind=Config, vocabulary=vocabulary_size)
 
 
