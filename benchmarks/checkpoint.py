@@ -10,7 +10,6 @@ for.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shutil
@@ -28,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from benchmarks.gpu_check.device import open_device
-from benchmarks.gpu_check.records import Records, one_line
+from benchmarks.gpu_check.records import Records, one_line, part_parser
 from megacore.checkpoint.load import load_checkpoint, read_together
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
@@ -161,17 +160,15 @@ def measure(sides: Sides, rounds: int) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = part_parser(__doc__, device="cpu")
+    parser.add_argument("--megabytes", type=int, help="of the training state (768; 50 with --small)")
+    parser.add_argument("--rounds", type=int, help="that count (5; 1 with --small)")
     parser.add_argument("--directory", type=Path, help="where to write; default: the system's temporary directory")
-    parser.add_argument("--device", default="cpu", help="where the training state lies (cpu)")
-    parser.add_argument("--records", type=Path, metavar="FILE", help="append the figures to this file as JSON")
     args = parser.parse_args(argv)
     device = open_device(args.device)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder, torch.no_grad():
-        sides = Sides(training_state(args.megabytes, device), Path(folder), device)
-        median = measure(sides, args.rounds)
+        sides = Sides(training_state(args.megabytes or (50 if args.small else 768), device), Path(folder), device)
+        median = measure(sides, args.rounds or (1 if args.small else 5))
     print(f"{sides.bytes / 1e6:,.0f} MB")
     for act in ("save", "load"):
         speeds = {who: sides.bytes / taken / 1e9 for who in SIDES if (taken := median.get(f"{act}_{who}"))}

@@ -69,11 +69,7 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         training(PLAIN_ONLY, "plain", 40),
         Part(name="kernels", arguments=["-m", "benchmarks.kernels", *common, *_no_compile(small)], weight=110),
         training("gpt2-xl", "offload", 35, like="train gpt2-xl"),
-        Part(
-            name="checkpoint",
-            arguments=["-m", "benchmarks.checkpoint", "--device", device, *_checkpoint_size(small)],
-            weight=40,
-        ),
+        Part(name="checkpoint", arguments=["-m", "benchmarks.checkpoint", *common, *_of_checkpoint(small)], weight=40),
         *(
             training(shape, "compiled", weight, like=f"train {shape}")
             for shape, weight in zip(SHAPES, (40, 60, 50), strict=True)
@@ -81,8 +77,8 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
     ]
 
 
-def _checkpoint_size(small: bool) -> list[str]:
-    return ["--megabytes", "50" if small else "1500", "--rounds", "1" if small else "2"]
+def _of_checkpoint(small: bool) -> list[str]:
+    return [] if small else ["--megabytes", "1500", "--rounds", "2"]
 
 
 def _no_compile(small: bool) -> list[str]:

@@ -12,7 +12,6 @@ cannot be taken is reported with its error, and the others are taken all the sam
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import sys
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_check.device import copy_rate, describe_device, median_seconds, open_device
-from benchmarks.gpu_check.records import Records, one_line
+from benchmarks.gpu_check.records import Records, one_line, part_parser
 from megacore import ops
 from tools.generated_pages import table
 
@@ -344,14 +343,9 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and write the table; 1 if a figure could not be taken, 2 where there is nothing to measure on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = part_parser(__doc__, device="cuda")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument(
-        "--records", type=Path, metavar="FILE", help="append every figure to this file as JSON, at once"
-    )
-    parser.add_argument("--device", default="cuda", help="where to run (cuda)")
-    parser.add_argument("--small", action="store_true", help="small shapes, to try out the benchmark itself")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: kernels are timed on one, and nothing else gives numbers worth having", file=sys.stderr)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_check.device import copy_rate, matmul_rate, open_device, total_memory, version_of
-from benchmarks.gpu_check.records import Records
+from benchmarks.gpu_check.records import Records, part_parser
 from megacore.train.metrics import device_name
 from megacore.train.peaks import peak_tflops
 
@@ -41,10 +39,7 @@ def driver() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--records", type=Path)
+    parser = part_parser(__doc__)
     options = parser.parse_args(argv)
     device = open_device(options.device)
     records = Records(options.records)

@@ -3,6 +3,7 @@ whatever ends it. Standard library alone."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,17 @@ def one_line(error: BaseException) -> str:
     """An exception's type and the first line of its message, at most 200 characters."""
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message}"[:200]
+
+
+def part_parser(description: str | None, *, device: str = "auto") -> argparse.ArgumentParser:
+    """The flags that every part of the check has: --device, --small and --records.
+
+    Args:
+        description: of the part.
+        device: where it runs by default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=device, help=f"where to run ({device})")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to try out the measurement itself")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="append every figure to this file as JSON")
+    return parser

@@ -10,7 +10,6 @@ in between but the trainer itself.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -28,7 +27,7 @@ import torch
 from benchmarks.gpu_check.device import host_synchronisations, open_device, total_memory
 from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.profiling import heaviest
-from benchmarks.gpu_check.records import Records, one_line, read_records
+from benchmarks.gpu_check.records import Records, one_line, part_parser, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
@@ -282,13 +281,10 @@ def _without_host(counted: Mapping[str, int], trainer: Trainer) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure one shape; 1 if it does not fit or fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = part_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--mode", choices=("plain", "compiled", "offload"), default="plain")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--small", action="store_true", help="a tiny model of the same kind")
     parser.add_argument("--like", type=Path, metavar="FILE", help="begin at the micro batch of this earlier record")
-    parser.add_argument("--records", type=Path)
     options = parser.parse_args(argv)
     records = Records(options.records)
     if options.small:
