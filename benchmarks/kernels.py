@@ -191,7 +191,7 @@ class Workloads:
     def _elementwise(self, rows: int, gated: int, biased: int, dropped: int) -> Iterator[Workload]:
         """With the width of each operator's tensors."""
         liger = _liger("swiglu", "LigerSiLUMulFunction", lambda f: f)
-        shapes = [(rows, gated), (rows, gated)]
+        shapes: list[tuple[int, ...]] = [(rows, gated), (rows, gated)]
         yield self._workload("swiglu", shapes, ops.swiglu, lambda gate, up: F.silu(gate) * up, (3, 5), liger)
         shapes = [(rows, biased), (biased,)]
         plain = partial(F.gelu, approximate="tanh")

@@ -238,7 +238,7 @@ def _differences(options: Namespace) -> Iterator[float]:
         job = run_job(degrees, flags, timeout=options.timeout)
         worst = max(abs(a - b) / abs(b) for a, b in zip(job.losses, expected, strict=True))
         row = rows(degrees, job, worst)
-        lines = table(list(row), [row.values()]).splitlines()
+        lines = table(list(row), [list(row.values())]).splitlines()
         print("\n".join(lines if number == 0 else lines[-1:]), flush=True)
         yield worst
 

@@ -215,7 +215,7 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
         figures |= _disassembled({cubin for of, cubin in binaries if of["architecture"] == architecture}, architecture)
-    return [Compiled(**attributes, **figures[cubin]) for attributes, cubin in binaries]
+    return [Compiled(**(attributes | figures[cubin])) for attributes, cubin in binaries]
 
 
 class _Chosen(NamedTuple):
