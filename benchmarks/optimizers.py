@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.workload import Bytes, add_sizes
+from benchmarks.workload import add_sizes
 from megacore.config import (
     Config,
     DataConfig,
@@ -70,6 +70,22 @@ WAYS: dict[str, Way] = {
     "lamb": Way(optimizer="lamb", rate=4e-2, settings={}),
     "lion": Way(optimizer="lion", rate=1e-3, settings={}, weight_decay=1.0),
 }
+
+
+class Samples:
+    """Samples of a text: bytes and those that follow them, the same position for the same number. The table of
+    docs/reference/optimizers.md is of these draws."""
+
+    def __init__(self, text: NDArray[np.uint8], length: int, samples: int, seed: int) -> None:
+        self._text, self._length = text, length
+        self._starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, samples)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        window = self._text[self._starts[index] :][: self._length + 1].astype(np.int64)
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
 
 
 def texts() -> tuple[Text, Text]:
@@ -135,7 +151,8 @@ def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: a
             **settings,
         ).resolve(world_size)
         mesh = build_mesh(config.parallel)
-        training, validation = (Bytes(text, options.seq, seed=seed) for seed, text in enumerate(data, 1))
+        training = Samples(data[0], options.seq, options.steps * options.batch, 1)
+        validation = Samples(data[1], options.seq, 8 * options.batch, 2)
         trainer = Trainer(config, mesh, GPTTask(config, mesh), training, validation)
         found = []
         for step in range(1, options.steps + 1):
