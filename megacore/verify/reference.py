@@ -9,9 +9,7 @@ torch.optim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from megacore.models.spec import DescribesLayers
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
-from megacore.verify.masks import Note, masks_of_shards, masks_recorded
+from megacore.verify.masks import masks_of_shards
 from megacore.verify.narrow import LR, WARMUP_LR, WARMUP_STEPS, one_process
 from megacore.verify.run import Array, Key, Record, Recorder, assemble, batches, load_steps, make_task
 
@@ -96,22 +94,39 @@ def make_reference(config: ResolvedConfig, directory: Path, device: torch.device
     """
     one_rank, mesh = one_process(config), Mesh(device=device)
     checkpoint, warm = _warm_up(one_rank, mesh, directory, layers)
-    run = partial(_run, layers)
-    record = run(config, one_rank, mesh, checkpoint)
-    _require_round_trip(record, warm)
-    perturbed = tuple(run(config, one_rank, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
-    fresh = load_steps(one_rank, mesh, checkpoint, layers)
-    sizes, spread = _loss_spread(run, config, one_rank, mesh, checkpoint)
+
+    def run(of: ResolvedConfig = one_rank, *, seed: int | None = None) -> Record:
+        """The recorded steps; with a seed from weights that are perturbed by one unit in the last place."""
+        steps = load_steps(of, mesh, checkpoint, layers)
+        if seed is not None:
+            _perturb(steps, seed)
+        recorder = Recorder(steps)
+        recorder.run(batches(of, mesh, steps.task, after=WARMUP_STEPS), masks=_masks(config))
+        return assemble({0: recorder.pieces})
+
+    record = run()
+    for key, values in warm.tensors.items():
+        if not np.array_equal(values, record.tensors[key]):
+            record.disagreements[key] = "one process loads other bits than it saved"
+    perturbed = tuple(run(seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
+    # Two micro-batch sizes draw other dropout masks: how far apart they are is measured without dropout.
+    training = one_rank.training
+    batch, size = training.global_batch_size, training.micro_batch_size
+    sizes = size, 1 if size > 1 else next(n for n in range(2, batch + 1) if batch % n == 0)
+    undropped = replace(one_rank, model=replace(one_rank.model, hidden_dropout=0.0, attention_dropout=0.0))
+    losses = []
+    for micro in sizes:
+        tensors = run(replace(undropped, training=replace(training, micro_batch_size=micro))).tensors
+        losses.append([values for key, values in tensors.items() if key.kind == "loss"])
+    updates = _check_updates(one_rank, record)
+    gradients = _check_gradients(config, load_steps(one_rank, mesh, checkpoint, layers), record)
     return Reference(
         checkpoint=checkpoint,
         record=record,
         perturbed=perturbed,
-        loss_spread=spread,
+        loss_spread=tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True)),
         micro_batch_sizes=sizes,
-        checks=(
-            *_check_updates(one_rank, record),
-            _check_gradients(config, fresh, record),
-        ),
+        checks=(gradients,) if updates is None else (updates, gradients),
     )
 
 
@@ -132,49 +147,13 @@ def _warm_up(config: ResolvedConfig, mesh: Mesh, directory: Path, layers: Descri
     return Path(str(saved.path)), assemble({0: recorder.pieces})
 
 
-def _require_round_trip(record: Record, warm: Record) -> None:
-    """The checkpoint holds the bits that were saved."""
-    for key, values in warm.tensors.items():
-        if not np.array_equal(values, record.tensors[key]):
-            record.disagreements[key] = "one process loads other bits than it saved"
-
-
-def _run(
-    layers: DescribesLayers,
-    layout: ResolvedConfig,
-    one_rank: ResolvedConfig,
-    mesh: Mesh,
-    checkpoint: Path,
-    *,
-    seed: int | None = None,
-) -> Record:
-    """The recorded steps.
-
-    Args:
-        layers: describes a GPT.
-        layout: whose dropout masks are drawn.
-        one_rank: the configuration on one process.
-        mesh: of one process.
-        checkpoint: to start from.
-        seed: of a perturbation of the weights by one unit in the last place; None: no perturbation.
-    """
-    steps = load_steps(one_rank, mesh, checkpoint, layers)
-    if seed is not None:
-        _perturb(steps, seed)
-    recorder = Recorder(steps)
-    source = batches(one_rank, mesh, steps.task, after=WARMUP_STEPS)
-    recorder.run(source, masks=_masks(layout, recorder.note_mask))
-    return assemble({0: recorder.pieces})
-
-
-def _masks(layout: ResolvedConfig, note: Note) -> contextlib.AbstractContextManager[None]:
+def _masks(layout: ResolvedConfig) -> contextlib.AbstractContextManager[None]:
+    """One process draws the masks of a layout inside."""
     parallel = layout.parallel
-    if layout.training.compile:  # compiled code draws hidden dropout by itself
+    # Compiled code draws hidden dropout by itself, and in canonical blocks no mask depends on the layout.
+    if layout.training.compile or canonical_blocks(layout) > 1:
         return contextlib.nullcontext()
-    split = bool(parallel.sequence_parallel)
-    if canonical_blocks(layout) > 1:  # no mask depends on the layout
-        return masks_recorded(note)
-    return masks_of_shards(parallel.tp, cp=parallel.cp, sequence_parallel=split, note=note)
+    return masks_of_shards(parallel.tp, cp=parallel.cp, sequence_parallel=bool(parallel.sequence_parallel))
 
 
 @torch.no_grad()
@@ -187,32 +166,16 @@ def _perturb(steps: TrainStep, seed: int) -> None:
     steps.model.data_parallel.publish()
 
 
-def _loss_spread(
-    run: Callable[..., Record], layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path
-) -> tuple[tuple[int, int], tuple[float, ...]]:
-    """How far apart the losses of one process come with two micro-batch sizes, which draw other dropout masks: so
-    there is no dropout."""
-    training = one_rank.training
-    batch, size = training.global_batch_size, training.micro_batch_size
-    other = 1 if size > 1 else next(n for n in range(2, batch + 1) if batch % n == 0)
-    model = replace(one_rank.model, hidden_dropout=0.0, attention_dropout=0.0)
-    losses = []
-    for micro in (size, other):
-        config = replace(one_rank, model=model, training=replace(training, micro_batch_size=micro))
-        record = run(replace(layout, model=model), config, mesh, checkpoint)
-        losses.append([values for key, values in record.tensors.items() if key.kind == "loss"])
-    return (size, other), tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True))
-
-
 # ---- independent checks
 
 
-def _check_updates(config: ResolvedConfig, record: Record) -> Iterator[Check]:
-    """torch.optim on the recorded gradients, clipped by torch, must give the recorded weight changes."""
-    settings, optimizer = config.optimizer_settings, config.optimizer
-    names = [key.name for key in record.tensors if key.kind == "loaded weight"]
-    weights = {name: _parameter(record.tensors[Key(0, "loaded weight", name)]) for name in names}
-    groups: list[dict[str, Any]] = [
+def _check_updates(config: ResolvedConfig, record: Record) -> Check | None:
+    """torch.optim on the recorded gradients, clipped by torch, must give the recorded weight changes; None for an
+    optimizer that torch does not have."""
+    settings, optimizer, tensors = config.optimizer_settings, config.optimizer, record.tensors
+    state: dict[str, dict[str, Any]] = {key.name: {} for key in tensors if key.kind == "loaded weight"}
+    weights = {name: _parameter(tensors[Key(0, "loaded weight", name)]) for name in state}
+    groups = [
         {"params": [p for p in weights.values() if (p.dim() >= 2) is matrix], "weight_decay": decay}
         for matrix, decay in ((True, optimizer.weight_decay), (False, 0.0))
     ]
@@ -221,34 +184,34 @@ def _check_updates(config: ResolvedConfig, record: Record) -> Iterator[Check]:
         kind = torch.optim.AdamW if isinstance(settings, AdamWConfig) else torch.optim.Adam
         betas = config.adamw.adam_beta1, config.adamw.adam_beta2
         twin = kind(groups, lr=LR, betas=betas, eps=config.adamw.adam_eps)
+        state = {name: {"step": torch.tensor(float(WARMUP_STEPS))} for name in weights}
     elif isinstance(settings, SGDConfig):
         twin = torch.optim.SGD(groups, lr=LR, momentum=settings.sgd_momentum, nesterov=settings.sgd_nesterov)
     else:
-        return
+        return None
+    for key in (key for key in tensors if key.kind == "loaded moment"):
+        name, moment = key.name.split(" ")[:2]
+        state[name][moment] = torch.tensor(tensors[key], dtype=torch.float32)
     for name, weight in weights.items():
-        moments = [key for key in record.tensors if key.kind == "loaded moment" and key.name.split(" ")[0] == name]
-        state = {key.name.split(" ")[1]: torch.tensor(record.tensors[key], dtype=torch.float32) for key in moments}
-        count = {"step": torch.tensor(float(WARMUP_STEPS))} if isinstance(settings, AdamWConfig | AdamConfig) else {}
-        twin.state[weight] = state | count
-    worst = tensors = 0.0
-    for step in sorted({key.step for key in record.tensors if key.kind == "weight change"}):
+        twin.state[weight] = state[name]
+    differences = []
+    for step in sorted({key.step for key in tensors if key.kind == "weight change"}):
         before = {name: weight.detach().double().numpy().copy() for name, weight in weights.items()}
         for name, weight in weights.items():
-            gradient = record.tensors.get(Key(step, "gradient", name))
+            gradient = tensors.get(Key(step, "gradient", name))
             weight.grad = None if gradient is None else torch.tensor(gradient, dtype=torch.float32)
-        adaptive = record.tensors.get(Key(step, "clip limit", ""))  # its rule is --clip-grad's too
+        adaptive = tensors.get(Key(step, "clip limit", ""))  # its rule is --clip-grad's too
         if limit := optimizer.clip_grad if adaptive is None else float(adaptive[0]):
             torch.nn.utils.clip_grad_norm_(weights.values(), limit)
         twin.step()
         for name, weight in weights.items():
             change = weight.detach().double().numpy() - before[name]
-            worst = max(worst, relative_difference(change, record.tensors[Key(step, "weight change", name)]))
-            tensors += 1
-    yield Check(
+            differences.append(relative_difference(change, tensors[Key(step, "weight change", name)]))
+    return Check(
         name=f"weight changes of one process against torch.optim.{type(twin).__name__} on its gradients",
-        worst=worst,
+        worst=max(differences, default=0.0),
         tolerance=1e-3,  # a change is a difference of fp32 weights, of which it is about a thousandth
-        tensors=int(tensors),
+        tensors=len(differences),
     )
 
 
@@ -269,7 +232,7 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
     for parameter in parameters.values():
         parameter.take_term = parameter.gradient_sum = None  # autograd adds up all uses
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    with _masks(layout, lambda name, digest: None):
+    with _masks(layout):
         for microbatch in microbatches:
             steps.task.streams.microbatch = microbatch.index
             output = stage(steps.task.first_input(microbatch), steps.task.last_inputs(microbatch))
@@ -278,19 +241,18 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
             for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     sums[name] += gradient
-    expected = {name: record.tensors.get(Key(1, "gradient", name)) for name in parameters}
-    size = max(float(np.linalg.norm(values)) for values in expected.values() if values is not None)
-    worst, tensors = 0.0, 0
-    for name, parameter in parameters.items():
-        values = expected[name]
-        if values is not None and np.linalg.norm(values) > 1e-5 * size:  # others are zero but for rounding
-            found_values = parameter.spec.unpadded(sums[name]).numpy(force=True)
-            worst, tensors = max(worst, relative_difference(found_values, values)), tensors + 1
+    expected = {key.name: values for key, values in record.tensors.items() if key[:2] == (1, "gradient")}
+    size = max(float(np.linalg.norm(values)) for values in expected.values())
+    differences = [
+        relative_difference(parameters[name].spec.unpadded(sums[name]).numpy(force=True), values)
+        for name, values in expected.items()
+        if np.linalg.norm(values) > 1e-5 * size  # others are zero but for rounding
+    ]
     return Check(
         name="gradients of one process against torch.autograd over its layers",
-        worst=worst,
+        worst=max(differences, default=0.0),
         tolerance=1e-5,
-        tensors=tensors,
+        tensors=len(differences),
     )
 
 

@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -26,7 +29,7 @@ from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Mesh
-from megacore.parallel.sharding import Slices
+from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.pipeline.stage import tensors_of
 from megacore.train.bert_task import BertTask
 from megacore.train.gpt_task import GPTTask
@@ -172,72 +175,69 @@ class Recorder:
     """
 
     def __init__(self, steps: TrainStep) -> None:
-        self.steps, self.mesh, self.pieces = steps, steps.mesh, list[Piece]()
+        self.steps, self.mesh, self.pieces, self._step = steps, steps.mesh, list[Piece](), 0
         self._shapes = {name: tuple(p.shape) for name, p in steps.model.parameters.items()}
-        self._step = 0
+        # What this rank updates, in the order in which forward uses the parameters.
+        position = {name: number for number, name in enumerate(self._shapes)}
+        self._segments = sorted(steps.model.data_parallel.segments, key=lambda local: position[local.spec.name])
 
     def run(self, microbatches: Iterable[Sequence[Any]], *, masks: AbstractContextManager[None] | None = None) -> None:
         """Train `STEPS` steps.
 
         Args:
             microbatches: of each step.
-            masks: open while the steps run; None: masks are recorded as the layout draws them.
+            masks: open while the steps run, and decides how masks are drawn; None: as the layout draws them.
         """
         self.note_state()
         with ExitStack() as stack:
-            compiled = self.steps.config.training.compile
-            stack.enter_context(masks or (nullcontext() if compiled else masks_recorded(self.note_mask)))
+            if not self.steps.config.training.compile:
+                stack.enter_context(masks_recorded(self._note_mask))
+            stack.enter_context(masks or nullcontext())
             self._watch(stack)
             source = iter(microbatches)
             for self._step in range(1, STEPS + 1):
                 self._train_step(next(source))
-        self._note_published()
+        # The weights that the next forward would use, of every rank.
+        for bucket in self.steps.model.data_parallel.buckets:
+            bucket.wait()
+            for parameter in bucket.parameters:
+                self._keep("published weight", parameter.spec.name, parameter, parameter.spec)
+            bucket.release()
 
     def note_state(self) -> None:
         """Record weights and moments as they are before the first step."""
-        self._note_weights(0, "loaded weight")
-        self._note_moments(0, "loaded moment")
-
-    def note_mask(self, name: str, digest: int) -> None:
-        """Record a dropout mask."""
-        self._add("dropout mask", name, np.array([digest], np.float64))
+        for local in self._segments:
+            self._keep_segment("loaded weight", local, local.master)
+        self._keep_moments("loaded moment")
 
     def _train_step(self, microbatches: Sequence[Any]) -> None:
-        before = {id(local): local.master.detach().clone() for local in self._segments}
+        before = [local.master.detach().double().clone() for local in self._segments]
         self.steps.compute_gradients(microbatches)
         result = self.steps.update_weights()
-        for name, value in (
-            ("token count", result.counts),
-            ("loss", result.means),
-            ("gradient norm", result.grad_norm),
-        ):
-            self._add(name, "", value.detach().double().reshape(-1).numpy(force=True))
+        self._keep("token count", "", result.counts.reshape(-1))
+        self._keep("loss", "", result.means.reshape(-1))
+        self._keep("gradient norm", "", result.grad_norm.reshape(-1))
         if math.isfinite(result.clip_limit) and self.steps.config.optimizer.clip_grad_adaptive:
-            self._add("clip limit", "", np.array([result.clip_limit]))
-        if self.steps.balance is not None:
-            for name, load in self.steps.balance.loads().items():
-                self._add("expert load", name, load.double().numpy(force=True))
-            for name, buffer in self.steps.balance.buffers().items():
-                self._add("expert bias", name, buffer.double().numpy(force=True).copy())
-        self._note_moments(self._step, "moment")
-        for local in self._segments:
-            self._add_segment(self._step, "weight change", local, local.master.double() - before[id(local)].double())
-
-    @property
-    def _segments(self) -> Sequence[LocalSegment]:
-        """What this rank updates, in the order in which forward uses the parameters."""
-        position = {name: number for number, name in enumerate(self.steps.model.parameters)}
-        return sorted(self.steps.model.data_parallel.segments, key=lambda local: position[local.spec.name])
+            self._keep("clip limit", "", torch.tensor([result.clip_limit], dtype=torch.float64))
+        if (balance := self.steps.balance) is not None:
+            for kind, tensors in (("expert load", balance.loads()), ("expert bias", balance.buffers())):
+                for name, tensor in tensors.items():
+                    self._keep(kind, name, tensor)
+        self._keep_moments("moment")
+        for local, weights in zip(self._segments, before, strict=True):
+            self._keep_segment("weight change", local, local.master.double() - weights)
 
     # ---- what a step makes on the way
+
+    def _note_mask(self, name: str, digest: int) -> None:
+        self._keep("dropout mask", name, torch.tensor([digest], dtype=torch.float64))
 
     def _watch(self, stack: ExitStack) -> None:
         """Record outputs of layers as they are computed, and gradients once every reduction is done."""
         for chunk in self.steps.model.chunks:
             for name, layer in zip(chunk.names, chunk.layers, strict=True):
                 if name != self.steps.task.layers[-1].name:  # it gives logits, split over ranks, or the loss
-                    handle = layer.register_forward_hook(self._note_output(name))
-                    stack.callback(handle.remove)
+                    stack.callback(layer.register_forward_hook(partial(self._note_output, name)).remove)
         data_parallel = self.steps.model.data_parallel
         convert = data_parallel.convert_exact_sums
 
@@ -245,96 +245,59 @@ class Recorder:
             convert()
             for local in self._segments:
                 if (gradient := local.gradient) is not None:
-                    self._add_segment(self._step, "gradient", local, gradient / self._scale)
+                    self._keep_segment("gradient", local, gradient / self.steps.update.scaler.scale)
 
-        data_parallel.convert_exact_sums = converted  # type: ignore[method-assign]
-        stack.callback(delattr, data_parallel, "convert_exact_sums")
+        stack.enter_context(patch.object(data_parallel, "convert_exact_sums", converted))
 
-    @property
-    def _scale(self) -> float:
-        return self.steps.update.scaler.scale
+    def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden, shards = tensors_of(output)[0], SequenceShards(self.mesh.sequence)
+        b, s, h = hidden.shape
+        is_split = self.steps.config.parallel.sequence_parallel
+        length = shards.whole_length(s * (self.mesh.layer.size if is_split else 1))
+        first = s * self.mesh.layer.rank if is_split else 0  # among the positions of the ranks that divide the sequence
+        for of in shards.ranges(length):
+            skipped, taken = max(first, 0), min(first + s, len(of))
+            if skipped < taken:
+                positions, part = of[skipped:taken], hidden[:, skipped - first : taken - first]
+                spec = ShardSpec.split((b, length, h), {1: (positions.start, positions.stop)})
+                self._keep("output", f"{name}, microbatch {self.steps.task.streams.microbatch}", part, spec)
+            first -= len(of)
 
-    def _note_output(self, name: str) -> Any:
-        layer_group, task, shards = self.mesh.layer, self.steps.task, SequenceShards(self.mesh.sequence)
-        split = self.steps.config.parallel.sequence_parallel
+    # ---- pieces
 
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            hidden = tensors_of(output)[0].detach()
-            b, s, h = hidden.shape
-            ranks = layer_group.size if split else 1
-            length = shards.whole_length(s * ranks)
-            key = Key(self._step, "output", f"{name}, microbatch {task.streams.microbatch}")
-            first = s * layer_group.rank if split else 0  # among those of the ranks that divide the sequence
-            for of in shards.ranges(length):
-                skipped, taken = max(first, 0), min(first + s, len(of))
-                if skipped < taken:
-                    part = hidden[:, skipped - first : taken - first]
-                    positions = of[skipped:taken]
-                    self._keep(
-                        Piece(
-                            key=key,
-                            shape=(b, length, h),
-                            slices=((0, b), (positions.start, positions.stop), (0, h)),
-                            local_shape=tuple(part.shape),
-                            start=0,
-                            values=part.float().reshape(-1).numpy(force=True).copy(),
-                        )
-                    )
-                first -= len(of)
-
-        return note
-
-    # ---- parameters
-
-    def _note_weights(self, step: int, kind: str) -> None:
-        for local in self._segments:
-            self._add_segment(step, kind, local, local.master)
-
-    def _note_moments(self, step: int, kind: str) -> None:
+    def _keep_moments(self, kind: str) -> None:
         optimizer = self.steps.update.optimizer
         for state in optimizer.kinds:
             for local in self._segments:
                 if (value := optimizer.values(local, state.name)) is not None:
-                    self._add_segment(step, kind, local, value, suffix=f" {state.name}")
+                    self._keep_segment(kind, local, value, suffix=f" {state.name}")
 
-    def _note_published(self) -> None:
-        """The weights that the next forward would use, of every rank."""
-        for bucket in self.steps.model.data_parallel.buckets:
-            bucket.wait()
-            for parameter in bucket.parameters:
-                spec, values = parameter.spec, parameter.detach().double().reshape(-1).numpy(force=True).copy()
-                self._keep(
-                    Piece(
-                        key=Key(STEPS, "published weight", spec.name),
-                        shape=spec.shape,
-                        slices=spec.slices,
-                        local_shape=tuple(parameter.shape),
-                        start=0,
-                        values=values,
-                    )
-                )
-            bucket.release()
+    def _keep_segment(self, kind: str, local: LocalSegment, value: Tensor, *, suffix: str = "") -> None:
+        shape, start = self._shapes[local.spec.name], local.segment.start
+        self._keep(kind, local.spec.name + suffix, value, local.spec, local_shape=shape, start=start)
 
-    def _add_segment(self, step: int, kind: str, local: LocalSegment, value: Tensor, *, suffix: str = "") -> None:
-        self._keep(
+    def _keep(
+        self,
+        kind: str,
+        name: str,
+        values: Tensor,
+        spec: ShardSpec | None = None,
+        *,
+        local_shape: tuple[int, ...] | None = None,
+        start: int = 0,
+    ) -> None:
+        """A copy of this rank's part of a tensor: of what `spec` says, or of one that every rank has whole."""
+        spec = spec or ShardSpec(shape=tuple(values.shape))
+        self.pieces.append(
             Piece(
-                key=Key(step, kind, local.spec.name + suffix),
-                shape=local.spec.shape,
-                slices=local.spec.slices,
-                local_shape=self._shapes[local.spec.name],
-                start=local.segment.start,
-                values=value.detach().double().reshape(-1).numpy(force=True).copy(),
+                key=Key(self._step, kind, name),
+                shape=spec.shape,
+                slices=spec.slices,
+                local_shape=tuple(values.shape) if local_shape is None else local_shape,
+                start=start,
+                values=values.detach().double().reshape(-1).numpy(force=True).copy(),
             )
         )
-
-    def _add(self, kind: str, name: str, values: Array) -> None:
-        shape = values.shape
-        key = Key(self._step, kind, name)
-        slices = tuple((0, size) for size in shape)
-        self._keep(Piece(key=key, shape=shape, slices=slices, local_shape=shape, start=0, values=values))
-
-    def _keep(self, piece: Piece) -> None:
-        self.pieces.append(piece)
 
 
 def load_steps(config: ResolvedConfig, mesh: Mesh, checkpoint: Path, layers: DescribesLayers) -> TrainStep:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from megacore.train import gpt_task
 from megacore.verify.command import Request, main, make_parser, request_of, run_rank
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
-from megacore.verify.masks import replaced
 from megacore.verify.narrow import narrow
 from megacore.verify.reference import Reference
 from megacore.verify.run import Key, Record
@@ -147,7 +147,7 @@ def test_a_wrong_update_on_both_sides_is_found_by_torchs_optimizer(capsys: pytes
     def too_fast(*args: Any, lr: float, **options: Any) -> None:
         right(*args, lr=1.01 * lr, **options)
 
-    with replaced(adamw, "adamw", too_fast):
+    with patch.object(adamw, "adamw", too_fast):
         assert main(GPT.split()) == 1
     assert "torch.optim.AdamW on its gradients: DIFFER" in capsys.readouterr().out
 
@@ -158,7 +158,7 @@ def test_a_wrong_loss_on_both_sides_is_found_by_torchs_cross_entropy(capsys: pyt
     def shifted(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
         return right(logits, labels.roll(1, 1), mask, **options)
 
-    with replaced(gpt_task, "summed_cross_entropy", shifted):
+    with patch.object(gpt_task, "summed_cross_entropy", shifted):
         assert main(GPT.split()) == 1
     assert "torch.autograd over its layers: DIFFER" in capsys.readouterr().out
 
