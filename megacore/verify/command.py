@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 
+from megacore.commands.plan_parser import ENTRIES
 from megacore.commands.tool import EXIT_FAILED, ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
@@ -52,31 +53,12 @@ from megacore.verify.reference import Reference, make_reference
 from megacore.verify.run import Record, Recorder, batches, gather, load_steps
 
 EXIT_DIVERGES = 1
+_EXIT_RAISED = 3  # of a rank that this tool started; the tool ends with EXIT_FAILED
+# The memory of the whole model is not checked: a small copy runs.
+_GPT_CHECKS, _BERT_CHECKS = (check_inputs, check_init_from_hf, check_schedule), (check_bert_inputs, check_schedule)
 _SECONDS_TO_END = 10.0
 _MOST_RANKS = 64
 _WIDTH = 118
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """An entry point whose flags are taken.
-
-    Attributes:
-        kind: of its configuration.
-        layers: describes a GPT.
-        shape: what else sets the shape of the model.
-        checks: of its input files. The memory of the whole model is not checked: a small copy runs.
-    """
-
-    kind: type[Any]
-    layers: DescribesLayers = gpt_layers
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    checks: tuple[Callable[[Any], object], ...]
-
-
-_GPT = Program(kind=Config, shape=shape_from_hf, checks=(check_inputs, check_init_from_hf, check_schedule))
-_BERT = Program(kind=BertConfig, checks=(check_bert_inputs, check_schedule))
-PROGRAMS = {"pretrain_gpt.py": _GPT, "pretrain_bert.py": _BERT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +150,11 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """
     program, *words = args.words or [""]
     name = Path(program).name
-    known = PROGRAMS.get(name)
-    if known is None and name.endswith(".py") and Path(program).is_file():
-        known = replace(_GPT, layers=layers_of(program))
-    if known is None:
-        near = nearest_name(name, PROGRAMS)
+    layers = gpt_layers
+    if name not in ENTRIES and name.endswith(".py") and Path(program).is_file():
+        layers = layers_of(program)
+    elif name not in ENTRIES:
+        near = nearest_name(name, ENTRIES)
         hint = f"; did you mean {near}?" if near else ""
         given = f"not {program!r}" if program else "and nothing was given"
         ways = "pretrain_gpt.py, pretrain_bert.py or a file of your own"
@@ -181,11 +163,12 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
         parser.error("--self-test plants every defect and --defect one of them: keep one of the two")
     if args.defect is not None and args.defect not in BY_NAME:
         near = nearest_name(args.defect, BY_NAME)
-        parser.error(f"--defect {args.defect} is unknown{f': did you mean {near}?' if near else ''} (--list-defects)")
+        hint = f": did you mean {near}?" if near else ""
+        parser.error(f"--defect {args.defect} is unknown{hint} (--list-defects)")
     path = None if args.json is None else Path(args.json)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         parser.error(f"--json {path} must be a file in a directory that exists and can be written to")
-    narrowed = narrow(_config(known, name, words))
+    narrowed = narrow(_config(name, words))
     config, ranks = narrowed.config, narrowed.config.parallel.ranks
     if "WORLD_SIZE" not in os.environ and ranks > _MOST_RANKS:
         parser.error(
@@ -201,7 +184,7 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
         defects = tuple(defect for defect in DEFECTS if defect.possible(config))
     return Request(
         config=config,
-        layers=known.layers,
+        layers=layers,
         changes=narrowed.changes,
         defects=defects,
         self_test=args.self_test,
@@ -209,12 +192,14 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     )
 
 
-def _config(program: Program, name: str, words: Sequence[str]) -> ResolvedConfig:
+def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
     """The resolved configuration, or the trainer's refusal; what only a real run needs gets a value."""
-    given = read_flags(words, program.kind).values
+    is_bert = name == "pretrain_bert.py"
+    kind: type[Any] = BertConfig if is_bert else Config
+    given = read_flags(words, kind).values
     if (path := given.pop("config", None)) is not None:
         with contextlib.suppress(UserError, OSError):
-            given = {**read_toml(path, program.kind).values, **given}
+            given = {**read_toml(path, kind).values, **given}
     added = [] if given.get("data_path") or given.get("mock_data") else ["--mock-data"]
     if given.get("train_iters") is None:
         added += ["--train-iters", "1000000"]  # no setting is beyond this run
@@ -228,10 +213,10 @@ def _config(program: Program, name: str, words: Sequence[str]) -> ResolvedConfig
             [*words, *added],
             prog=name,
             description="",
-            kind=program.kind,
-            shape=program.shape,
+            kind=kind,
+            shape=None if is_bert else shape_from_hf,
             vocabulary=vocabulary_size,
-            checks=program.checks,
+            checks=_BERT_CHECKS if is_bert else _GPT_CHECKS,
         )
     if is_open(config):  # as a launch on a CPU chooses
         choices = planner().schedules_by_time(config, outline(config), on_cpu=True)
@@ -290,9 +275,6 @@ def _status(processes: Sequence[BaseProcess]) -> int:
         if None not in codes:
             return max(code or 0 for code in codes)
         wait([process.sentinel for process, code in zip(processes, codes, strict=True) if code is None])
-
-
-_EXIT_RAISED = 3  # of a rank that this tool started; the tool ends with EXIT_FAILED
 
 
 def run_rank(request: Request) -> int:
@@ -391,14 +373,10 @@ def _conclude(request: Request, verdicts: Mapping[str, Verdict]) -> int:
         print(textwrap.fill(f"not covered: {line}", _WIDTH, subsequent_indent="  "))
     agrees = clean is None or clean.agrees
     if request.self_test:
-        kinds = {name: verdict.first.key.kind for name, verdict in planted.items() if verdict.first is not None}
-        agrees = agrees and all(
-            not verdict.agrees and (name not in kinds or kinds[name] in BY_NAME[name].kinds)
-            for name, verdict in planted.items()
-        )
+        found = {name: verdict.first.key.kind for name, verdict in planted.items() if verdict.first is not None}
+        agrees = agrees and all(found.get(name) in BY_NAME[name].kinds for name in planted)
         skipped = ", ".join(defect.name for defect in DEFECTS if defect not in request.defects) or "none"
-        detected = sum(not verdict.agrees for verdict in planted.values())
-        line = f"self-test: {detected} of {len(planted)} planted defects found; not possible here: {skipped}"
+        line = f"self-test: {len(found)} of {len(planted)} planted defects found; not possible here: {skipped}"
         print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     else:
         agrees = agrees and all(verdict.agrees for verdict in planted.values())

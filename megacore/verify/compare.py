@@ -7,7 +7,7 @@ tensor of the reference, because a layout differs from one process by rounding i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,50 +104,47 @@ def compare(record: Record, reference: Reference, config: ResolvedConfig) -> Ver
         config: narrowed, of the layout.
     """
     exact = config.training.reproducible and (config.parallel.tp == 1 or canonical_blocks(config) > 1)
-    expected = reference.record.tensors
-    measured = {key: _measured(reference, key) for key in expected}
+    expected, found = reference.record.tensors, record.tensors
     rows, rounding_only = [], []
-    for key in (*expected, *(key for key in record.tensors if key not in expected)):
-        tolerance = _tolerance(key, measured.get(key, 0.0), reference, exact=exact)
+    for key in dict.fromkeys((*expected, *found)):
+        perturbed = [run.tensors[key] for run in reference.perturbed if key in run.tensors and key in expected]
+        measured = max((relative_difference(values, expected[key]) for values in perturbed), default=0.0)
+        tolerance = _tolerance(key, measured, reference, exact=exact)
         problem = record.disagreements.get(key) or reference.record.disagreements.get(key) or ""
-        if key not in record.tensors or key not in expected:
+        difference = largest = np.inf
+        if key not in found or key not in expected:
             problem = f"only {'one process' if key in expected else 'the layout'} has it"
-        elif tolerance > LARGEST and not problem:
+        elif not problem and tolerance > LARGEST:
             rounding_only.append(key)
             continue
-        difference, largest = _differences(record.tensors, expected, key) if not problem else (np.inf, np.inf)
+        elif not problem:
+            difference = relative_difference(found[key], expected[key])
+            if found[key].shape == expected[key].shape:
+                largest = float(np.max(np.abs(found[key] - expected[key]), initial=0.0))
         rows.append(
             Row(
                 key=key,
                 difference=difference,
                 largest=largest,
-                measured=measured.get(key, 0.0),
+                measured=measured,
                 tolerance=tolerance,
                 problem=problem,
             )
         )
-    order = {key: position for position, key in enumerate(dict.fromkeys((*expected, *record.tensors)))}
-    bad = sorted((row for row in rows if not row.agrees), key=lambda row: _chain(row.key, order))
-    gradients = [row for row in bad if row.key.kind == "gradient" and row.key.step == bad[0].key.step]
+    # In the order in which a run computes them: a stable sort keeps that of the keys within a step and a kind.
+    bad = [row for row in rows if not row.agrees]
+    bad.sort(key=lambda row: (row.key.step, KINDS.index(row.key.kind)))
+    gradients = [row for row in bad if row.key[:2] == bad[0].key[:2] and row.key.kind == "gradient"]
+    losses = [key for key in expected if key.kind == "loss" and key in found]
+    differences = (relative_difference(found[key], expected[key]) for key in losses)
     return Verdict(
         rows=tuple(sorted(rows, key=lambda row: -row.badness)),
         rounding_only=tuple(rounding_only),
         checks=reference.checks,
-        promise=_promise(record, reference),
+        promise=tuple(zip(differences, reference.loss_spread, strict=True)),
         first=bad[0] if bad else None,
-        deepest=gradients[-1] if gradients and bad[0].key.kind == "gradient" else None,
+        deepest=gradients[-1] if gradients else None,
     )
-
-
-def _chain(key: Key, order: Mapping[Key, int]) -> tuple[int, int, int]:
-    """The order in which a run computes tensors."""
-    return key.step, KINDS.index(key.kind), order[key]
-
-
-def _measured(reference: Reference, key: Key) -> float:
-    expected = reference.record.tensors[key]
-    differences = (relative_difference(run.tensors[key], expected) for run in reference.perturbed if key in run.tensors)
-    return max(differences, default=0.0)
 
 
 def _tolerance(key: Key, measured: float, reference: Reference, *, exact: bool) -> float:
@@ -173,53 +170,35 @@ def _granularity(key: Key, record: Record) -> float:
     return 2.0 * float(np.linalg.norm(units)) / change if change else 0.0
 
 
-def _differences(actual: Mapping[Key, Any], expected: Mapping[Key, Any], key: Key) -> tuple[float, float]:
-    relative = relative_difference(actual[key], expected[key])
-    if actual[key].shape != expected[key].shape:
-        return relative, float("inf")
-    return relative, float(np.max(np.abs(actual[key] - expected[key]), initial=0.0))
-
-
-def _promise(record: Record, reference: Reference) -> tuple[tuple[float, float], ...]:
-    losses = [key for key in reference.record.tensors if key.kind == "loss" and key in record.tensors]
-    differences = (relative_difference(record.tensors[key], reference.record.tensors[key]) for key in losses)
-    return tuple(zip(differences, reference.loss_spread, strict=True))
-
-
 # ---- in words and as JSON
 
 
-def describe(verdict: Verdict, reference: Reference) -> list[str]:
+def describe(verdict: Verdict, reference: Reference) -> Iterator[str]:
     """The verdict in lines, the worst tensor first."""
-    total, good = len(verdict.rows), len(verdict.rows) - len(verdict.disagreeing)
-    lines = [
-        f"{good} of {total} tensors agree within their tolerance, which follows from what one unit in the last place",
-        "  (ulp) of the reference's weights changes in each; the worst:",
-    ]
-    lines += [f"  {'agrees ' if row.agrees else 'DIFFERS'} {row}" for row in verdict.rows[:_SHOWN]]
-    if len(verdict.disagreeing) > _SHOWN:
-        lines.append(f"  and {len(verdict.disagreeing) - _SHOWN} more that differ (--json lists all)")
+    total, bad = len(verdict.rows), len(verdict.disagreeing)
+    agree = f"{total - bad} of {total} tensors agree within their tolerance"
+    yield f"{agree}, which follows from what one unit in the last place"
+    yield "  (ulp) of the reference's weights changes in each; the worst:"
+    for row in verdict.rows[:_SHOWN]:
+        yield f"  {'agrees ' if row.agrees else 'DIFFERS'} {row}"
+    if bad > _SHOWN:
+        yield f"  and {bad - _SHOWN} more that differ (--json lists all)"
     if verdict.first is not None:
-        lines.append(f"first to differ, in forward order: {verdict.first}")
+        yield f"first to differ, in forward order: {verdict.first}"
     if verdict.deepest is not None and verdict.deepest is not verdict.first:
-        lines.append(f"first to differ in backward: {verdict.deepest.key}")
-    if verdict.rounding_only:
-        lines.append(
-            f"not judged: {len(verdict.rounding_only)} tensors that are zero but for rounding, "
-            f"such as {verdict.rounding_only[0]}"
-        )
+        yield f"first to differ in backward: {verdict.deepest.key}"
+    if only := verdict.rounding_only:
+        yield f"not judged: {len(only)} tensors that are zero but for rounding, such as {only[0]}"
     one, other = reference.micro_batch_sizes
-    lines.append(
+    yield (
         f"loss: relative difference of the layout, and of one-process runs with --micro-batch-size {one} and {other} "
         "without dropout:"
     )
     for step, (difference, spread) in enumerate(verdict.promise, start=1):
-        promised = "; 1e-6 is promised" if step == 1 else ""
-        lines.append(f"  step {step}: {difference:.1e}, and {spread:.1e}{promised}")
+        yield f"  step {step}: {difference:.1e}, and {spread:.1e}{'; 1e-6 is promised' if step == 1 else ''}"
     for check in verdict.checks:
         state = "agree" if check.agrees else "DIFFER"
-        lines.append(f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors")
-    return lines
+        yield f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors"
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

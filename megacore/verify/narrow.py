@@ -8,15 +8,16 @@ constraints of the layout allow. No size ever grows, except the number of microb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megacore.config import (
     AverageConfig,
     ExpertsConfig,
     MupConfig,
-    OptimizerConfig,
     RampupConfig,
     ResolvedConfig,
     ResolvedExperts,
@@ -41,7 +42,9 @@ _SEQUENCE = 16
 _MOST_CHOSEN = 4  # experts that a token uses
 _CLIP = 0.1  # below the gradient norm of the narrowed model, so that clipping has an effect
 _BUCKET_MB = 0.02
-_SILENT = ("init_method_std", "preset")
+_SAID = ("model", "precision", "data", "training", "parallel", "optimizer", "spikes", "bert", "experts")
+_SILENT = ("init_method_std", "preset", "output_dir", "memory_check", "device", "train_iters", "sequence_parallel")
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +66,18 @@ def narrow(config: ResolvedConfig) -> Narrowed:
     Args:
         config: resolved and valid.
     """
-    parallel, training = config.parallel, config.training
+    parallel, training, optimizer = config.parallel, config.training, config.optimizer
     device = "cpu" if parallel.device == "auto" else parallel.device
-    bucket = min(parallel.bucket_size_mb, _BUCKET_MB)
-    blocks = _blocks_of_stages(config)
-    seq_length = _sequence(config)
+    blocks, layout = _stages(config)
+    unit = parallel.sequence_unit(sequence_parallel=True)
+    seq_length = min(config.data.seq_length, unit * math.ceil(_SEQUENCE / unit))
     split = parallel.sequence_parallel
     if split is None:  # its default depends on the device
-        unit = parallel.sequence_unit(sequence_parallel=True)
         split = device != "cpu" and parallel.tp > 1 and seq_length % unit == 0
-    micro = min(training.micro_batch_size, 2)
-    recomputed = training.recompute_num_layers
+    micro, recomputed = min(training.micro_batch_size, 2), training.recompute_num_layers
+    clip_warmup = optimizer.clip_grad_warmup_iters
+    if optimizer.clip_grad_adaptive:  # begins with the first compared step at the latest
+        clip_warmup = min(clip_warmup, WARMUP_STEPS)
     sections: dict[str, Any] = {
         "model": _model(config, sum(blocks), seq_length),
         "experts": config.experts,
@@ -81,48 +85,30 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             parallel,
             device=device,
             sequence_parallel=split,
-            bucket_size_mb=bucket,
-            pipeline_layout=_layout_text(config, blocks),
+            bucket_size_mb=min(parallel.bucket_size_mb, _BUCKET_MB),
+            pipeline_layout=layout,
             cp_comm=config.context_comm if parallel.cp > 1 else parallel.cp_comm,
         ),
         "precision": ResolvedPrecision(precision="fp32"),
-        "data": replace(
-            config.data.without_fill_in(),
-            data_path=(),
-            train_data_path=(),
-            valid_data_path=(),
-            valid_sets=(),
-            mock_data=True,
-            tokenizer=None,
-            merge_file=None,
-            eod_mask_loss=False,
-            num_workers=0,
-            seq_length=seq_length,
-        ),
+        "data": replace(config.data.without_fill_in(), **fixed(_TABLES["data"]), seq_length=seq_length),
         "optimizer": replace(
-            config.optimizer,
+            optimizer,
+            **fixed(_TABLES["optimizer"]),
             lr=LR,
-            min_lr=0.0,
-            lr_decay_style="constant",
-            lr_warmup_iters=0,
-            lr_warmup_style="linear",
-            lr_wsd_decay_iters=None,
             lr_decay_iters=WARMUP_STEPS + STEPS,
-            clip_grad=min(config.optimizer.clip_grad, _CLIP),
-            clip_grad_warmup_iters=_clip_warmup(config.optimizer),
+            clip_grad=min(optimizer.clip_grad, _CLIP),
+            clip_grad_warmup_iters=clip_warmup,
         ),
         "training": replace(
             training,
+            **fixed(_TABLES["training"]),
             micro_batch_size=micro,
             global_batch_size=micro * ranks_of_role("batch", parallel) * _microbatches(config),
             train_iters=WARMUP_STEPS + STEPS,
-            eval_interval=0,
-            kernels="torch",
-            memory_check=False,
             recompute_num_layers=None if recomputed is None else min(recomputed, max(blocks)),
         ),
-        "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
-        "watch": replace(config.watch, replay_interval=0),
+        "checkpoint": replace(config.checkpoint, **fixed(_TABLES["checkpoint"])),
+        "watch": replace(config.watch, **fixed(_TABLES["watch"])),
         "rampup": RampupConfig(),
         "average": AverageConfig(),  # changes no step
         "mup": MupConfig(),  # its factors of scores and logits are the model's
@@ -135,41 +121,24 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         sections["optimizer"] = replace(sections["optimizer"], optimizer=uncompressed)
     if config.spikes.on_spike in ("skip", "rollback"):  # a skipped step has nothing to compare
         sections["spikes"] = replace(config.spikes, on_spike="none")
-    if (bert := getattr(config, "bert", None)) is not None and bert.packed:
-        interval = min(bert.global_attention_interval, max(1, sum(blocks) - 1))
+    if (bert := getattr(config, "bert", None)) is not None:
+        interval = bert.global_attention_interval
+        if bert.packed:
+            interval = min(interval, max(1, sum(blocks) - 1))
         sections["bert"] = replace(bert, global_attention_interval=interval, whole_word_masking=False)
-    elif bert is not None:
-        sections["bert"] = replace(bert, whole_word_masking=False)
     narrowed = replace(config, **sections)
     return Narrowed(config=narrowed, changes=tuple(_changes(config, narrowed)))
 
 
-def _clip_warmup(optimizer: OptimizerConfig) -> int:
-    """Adaptive clipping begins with the first compared step at the latest."""
-    warmup = optimizer.clip_grad_warmup_iters
-    return min(warmup, WARMUP_STEPS) if optimizer.clip_grad_adaptive else warmup
-
-
 def one_process(config: ResolvedConfig) -> ResolvedConfig:
     """The same training without a layout: one rank, one stage, no ZeRO, whole sequences."""
-    parallel = replace(
-        config.parallel,
-        tp=1,
-        pp=1,
-        dp=1,
-        cp=1,
-        cp_comm="auto",
-        ep=1,
-        etp=None,
-        schedule="1f1b",
-        virtual_stages=1,
-        schedule_csv=None,
-        pipeline_layout=None,
-        zero_stage=0,
-        sequence_parallel=False,
-        offload_optimizer=False,
-    )
-    return replace(config, parallel=parallel)
+    return replace(config, parallel=replace(config.parallel, **fixed(_TABLES["one_process"])))
+
+
+def fixed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of narrow.toml or rehearse.toml as values of fields."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return {**dict.fromkeys(values.pop("none", ())), **values}
 
 
 def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedModel:
@@ -262,34 +231,17 @@ def _head_size(model: ResolvedModel, *, ranks_per_group: int) -> int:
     return next(filter(fits, _HEAD_SIZES), model.kv_channels)
 
 
-def _blocks_of_stages(config: ResolvedConfig) -> list[int]:
-    """How many blocks each stage has, at most two; unequal where they were."""
+def _stages(config: ResolvedConfig) -> tuple[list[int], str | None]:
+    """How many blocks each stage has, at most two, unequal where they were; and --pipeline-layout of them, if any."""
     stages, layers = config.parallel.pp * config.parallel.virtual_stages, config.model.num_layers
-    if config.parallel.pipeline_layout is not None:
-        ranges = parse_layout(config.parallel.pipeline_layout, stages=stages, blocks=layers)
-        counts = [sum(0 < layer <= layers for layer in stage) for stage in ranges]
-        return [min(count, 2) for count in counts]
-    each = min(layers // stages, 2 if stages <= 2 else 1)
-    return [each + (stage < (1 if layers % stages else 0)) for stage in range(stages)]
-
-
-def _layout_text(config: ResolvedConfig, blocks: list[int]) -> str | None:
-    """--pipeline-layout of the copy, if there is one."""
     if config.parallel.pipeline_layout is None:
-        return None
-    stages = config.parallel.pp * config.parallel.virtual_stages
-    layers = config.model.num_layers
-    ranges = parse_layout(config.parallel.pipeline_layout, stages=stages, blocks=layers)
-    texts = []
-    for held, count in zip(ranges, blocks, strict=True):
-        kinds = [*["E"] * (0 in held), *["t"] * count, *["H"] * (layers + 1 in held)]
-        texts.append(",".join(kinds))
-    return "|".join(texts)
-
-
-def _sequence(config: ResolvedConfig) -> int:
-    unit = config.parallel.sequence_unit(sequence_parallel=True)
-    return min(config.data.seq_length, unit * math.ceil(_SEQUENCE / unit))
+        each = min(layers // stages, 2 if stages <= 2 else 1)
+        return [each + (stage == 0 and layers % stages > 0) for stage in range(stages)], None
+    blocks, texts = [], []
+    for held in parse_layout(config.parallel.pipeline_layout, stages=stages, blocks=layers):
+        blocks.append(min(2, sum(0 < layer <= layers for layer in held)))
+        texts.append(",".join([*["E"] * (0 in held), *["t"] * blocks[-1], *["H"] * (layers + 1 in held)]))
+    return blocks, "|".join(texts)
 
 
 def _microbatches(config: ResolvedConfig) -> int:
@@ -305,16 +257,7 @@ def _changes(before: ResolvedConfig, after: ResolvedConfig) -> Iterator[str]:
     """Settings of the model, the precision and the batch that differ."""
     for name in sections_of(type(before)):
         old, new = getattr(before, name), getattr(after, name)
-        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "spikes", "bert", "experts"):
-            continue
-        for field in field_infos(type(old)):
+        for field in field_infos(type(old)) if name in _SAID else ():
             a, b = getattr(old, field), getattr(new, field)
-            if a != b and field not in (
-                *_SILENT,
-                "output_dir",
-                "memory_check",
-                "device",
-                "train_iters",
-                "sequence_parallel",
-            ):
+            if a != b and field not in _SILENT:
                 yield f"{flag_and_value(field, a)} -> {b if b is not None else 'none'}"

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.check import settings_to_continue
@@ -33,9 +35,7 @@ from megacore.config.flags import all_fields
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.nodes import launcher_number
-from megacore.config.optimizer import ResolvedOptimizer
 from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
-from megacore.config.precision import ResolvedPrecision
 from megacore.config.rampup import Ramp, RampupConfig
 from megacore.config.starting import StartConfig
 from megacore.config.toml import save_toml
@@ -45,7 +45,7 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.parallel.processors import computes_on_cpu
 from megacore.train.starting import REHEARSAL
-from megacore.verify.narrow import narrow
+from megacore.verify.narrow import fixed, narrow
 
 PROCESSES = 8
 """At most, where no number is given."""
@@ -54,26 +54,10 @@ _INTERVAL = 2  # steps between evaluations, and between checkpoints
 _LOSS_SCALE = 1024.0
 _GPT2_VOCABULARY = 50257
 _WIDTH = 110
-_DEGREES = ("pp", "tp", "dp", "cp", "ep")  # where processes do not suffice for all, the first are kept
-_INPUTS = ("--data-path", "--valid-sets", "--tokenizer", "--merge-file")
-_SIZES = (
-    *(*_DEGREES, "etp", "virtual_stages", "zero_shard_size", "num_layers", "hidden_size", "ffn_hidden_size"),
-    *("num_attention_heads", "num_query_groups", "num_experts", "moe_router_topk", "vocab_size", "seq_length"),
-    *("micro_batch_size", "global_batch_size", "train_iters"),
-)
-_FEATURES = (
-    *("schedule", "zero_stage", "sequence_parallel", "offload_optimizer", "recompute", "optimizer", "precision"),
-    *("attention", "normalization", "activation", "position_embedding_type", "lr_decay_style"),
-)
-_USED_BY = {"schedule": "pipeline", "sequence_parallel": "layer", "cp_comm": "sequence", "zero_stage": "replicas"}
-"""The role of the group that a feature is for: it does nothing in a group of one rank."""
-_DROPPED = (
-    *("pipeline_layout", "schedule_csv", "load", "init_from_hf", "pretrained_checkpoint", "fim_rate", "eod_mask_loss"),
-    *("mup_base_width", "tensorboard_dir", "wandb_project", "whole_word_masking", "compile"),
-)
-"""Settings that a cut run may be without, which the conclusion then names."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_DEGREES, _INPUTS = _TABLES["degrees"], tuple(_TABLES["inputs"])
+# What the variables of a launcher begin with: the cut run has a launcher of its own.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", REHEARSAL)
-"""What the variables of a launcher begin with: the cut run has a launcher of its own."""
 
 
 def is_rehearsal(argv: Sequence[str]) -> bool:
@@ -227,14 +211,18 @@ def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[s
     data, vocabulary = small.data, small.model.vocab_size
     if not any(problem.startswith(_INPUTS) for problem in lacking) and not full.data.mock_data:
         data, vocabulary = replace(full.data, seq_length=data.seq_length), full.model.vocab_size
+    precision, scale = full.precision, full.precision.initial_loss_scale
+    if scale is not None:  # one that does not skip all of the few steps
+        precision = replace(precision, initial_loss_scale=min(scale, _LOSS_SCALE))
+    few = {name: min(steps, most) for name, most in _TABLES["few_steps"].items() if (steps := getattr(optimizer, name))}
     evaluates = training.eval_interval > 0 and full.eval_iters > 0
     return replace(
         small,
         model=replace(small.model, vocab_size=vocabulary, init_method_std=full.model.init_method_std),
         parallel=replace(small.parallel, device=_device(parallel), bucket_size_mb=parallel.bucket_size_mb),
-        precision=_precision(full.precision),
+        precision=precision,
         data=data,
-        optimizer=_few_steps(optimizer),
+        optimizer=replace(optimizer, **few),
         training=replace(
             small.training,
             global_batch_size=2 * unit if ramp else batch,
@@ -245,16 +233,10 @@ def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[s
         ),
         rampup=RampupConfig(rampup_batch_size=ramp),
         checkpoint=replace(
-            checkpoint,
-            load=None,
-            save=None,
-            init_from_hf=None,
-            save_interval=checkpoint.save_interval and _INTERVAL,
-            exit_interval=None,
-            exit_duration_minutes=None,
+            checkpoint, **fixed(_TABLES["checkpoint"]), save_interval=checkpoint.save_interval and _INTERVAL
         ),
         start=StartConfig(),
-        logging=replace(logging, log_interval=1, tensorboard_dir=None, wandb_project=None, profile_steps=None),
+        logging=replace(logging, **fixed(_TABLES["logging"])),
         watch=replace(
             full.watch,
             check_replicas_interval=min(full.watch.check_replicas_interval, _STEPS),
@@ -274,22 +256,9 @@ def _device(parallel: ResolvedParallel) -> str:
     return parallel.device if torch.accelerator.device_count() >= parallel.ranks else "cpu"
 
 
-def _precision(precision: ResolvedPrecision) -> ResolvedPrecision:
-    """The same, with a loss scale that does not skip all of the few steps."""
-    scale = precision.initial_loss_scale
-    return precision if scale is None else replace(precision, initial_loss_scale=min(scale, _LOSS_SCALE))
-
-
-def _few_steps(optimizer: ResolvedOptimizer) -> ResolvedOptimizer:
-    """The same schedules in few steps."""
-    most = {"lr_decay_iters": _STEPS, "lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "lr_restart_iters": 2}
-    values = {name: getattr(optimizer, name) for name in most}
-    return replace(optimizer, **{name: min(values[name], few) for name, few in most.items() if values[name]})
-
-
 def _switched_off(full: ResolvedConfig, cut: ResolvedConfig) -> list[str]:
     """Features whose group has several ranks in the run, and one in the cut one."""
-    sizes = {name: [ranks_of_role(role, c.parallel) for c in (full, cut)] for name, role in _USED_BY.items()}
+    sizes = {name: [ranks_of_role(role, c.parallel) for c in (full, cut)] for name, role in _TABLES["used_by"].items()}
     return [name for name, (before, after) in sizes.items() if before > 1 and after == 1]
 
 
@@ -301,7 +270,7 @@ def _left_out(full: ResolvedConfig, cut: ResolvedConfig) -> Iterator[str]:
     for name in _switched_off(full, cut):
         if full.value(name) not in (None, False, "auto"):
             yield flag_and_value(name, full.value(name))
-    for name in (name for name in _DROPPED if name in all_fields(type(full))):
+    for name in (name for name in _TABLES["dropped"] if name in all_fields(type(full))):
         if full.value(name) and not cut.value(name):
             yield flag_and_value(name, full.value(name))
 
@@ -331,14 +300,14 @@ def _table(rehearsal: Rehearsal) -> Iterator[str]:
     full, cut = rehearsal.full, rehearsal.cut
     yield "rehearsal: yours -> rehearsed"
     rows = [("processes", str(full.parallel.ranks), str(cut.parallel.ranks))]
-    for name in _SIZES:
+    for name in _TABLES["sizes"]:
         if (before := full.value(name)) != (after := cut.value(name)):
             rows.append((flag(name), str(before), "left out" if after is None else str(after)))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, old, new in rows:
         yield f"  {name:{widths[0]}}  {old:>{widths[1]}} -> {new}"
     off = _switched_off(full, cut)
-    features = (name for name in _FEATURES if name not in off and full.value(name) not in (None, False))
+    features = (name for name in _TABLES["features"] if name not in off and full.value(name) not in (None, False))
     kept = [flag_and_value(name, full.value(name)) for name in features]
     yield textwrap.fill(f"kept: {' '.join(kept)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     for problem in rehearsal.lacking:

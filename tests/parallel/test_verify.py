@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import torch
 from megacore.config import ResolvedConfig
 from megacore.optim import adamw
 from megacore.train import gpt_task
+from megacore.verify import faults
 from megacore.verify.command import Request, main, make_parser, request_of, run_rank
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
@@ -209,3 +211,11 @@ def test_nonsense_is_refused_with_a_way_out(words: str, message: str, capsys: py
     assert main(words.split()) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
+
+
+def test_defects_are_made_at_public_names() -> None:
+    for defect in DEFECTS:
+        assert callable(getattr(faults, defect.fault)) and defect.kinds, defect.name
+        for call in defect.calls or ():
+            assert not any(part.startswith("_") for part in call.split(".")), call
+            pkgutil.resolve_name(f"megacore.{call}")
