@@ -150,7 +150,7 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """
     program, *words = args.words or [""]
     name = Path(program).name
-    layers = gpt_layers
+    layers: DescribesLayers = gpt_layers
     if name not in ENTRIES and name.endswith(".py") and Path(program).is_file():
         layers = layers_of(program)
     elif name not in ENTRIES:
