@@ -2,7 +2,7 @@
 
 Each row of defects.toml is a mistake that has been made in some trainer. It is made in the layout's run only, by
 replacing public functions of the product on every rank: its collectives, its products, what travels between its ranks
-and stages, and its optimizer (faults.py). docs/guides/verify.md has the matrix of what finds which.
+and stages, and its optimizer (faults.py). docs/guides/verify.md lists them.
 """
 
 from __future__ import annotations
