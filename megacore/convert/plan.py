@@ -25,7 +25,8 @@ from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
-from megacore.models.hf.family import Family, Layout, Run, TensorRule
+from megacore.models.hf.family import Family, TensorRule
+from megacore.models.hf.row_orders import Layout, Run
 from megacore.models.spec import DescribesLayers, LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
@@ -162,11 +163,10 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
     Raises:
         CheckpointError: the family has no rule for a tensor of the model.
     """
-    rules = {rule.ours: rule for rule in family.rules}
     steps, buffers = [], buffer_shapes(config, bert)
     for name, shape in (model_shapes(config, bert) | buffers).items():
         match = _BLOCK.match(name)
-        rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
+        rule = family.rules.get(_BLOCK.sub("blocks.{i}.", name))
         if rule is None:
             raise CheckpointError(f"a {family.model_type} model has no tensor for {name}")
         step = _step(rule, name, shape, config, number=match[1] if match else "")

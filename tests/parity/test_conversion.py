@@ -22,7 +22,7 @@ from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.models.hf import family
+from megacore.models.hf import row_orders
 from megacore.models.hf.family import same_model
 from megacore.ops import cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
@@ -243,8 +243,8 @@ def test_a_wrong_weight_is_found_and_nothing_is_published(
     gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rule that is wrong in one place gives a checkpoint that loads, and computes something else."""
-    right = family.q_k_v_runs
-    monkeypatch.setattr(family, "q_k_v_runs", lambda config: reversed(list(right(config))))
+    right = row_orders.q_k_v_runs
+    monkeypatch.setattr(row_orders, "q_k_v_runs", lambda config: reversed(list(right(config))))
     assert "do not compute the same" in refused(gpt2, tmp_path / "out", capsys)
 
 

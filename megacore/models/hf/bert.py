@@ -1,159 +1,112 @@
-"""BERT: norms after the residual sums, token types, and its masked-token head, with or without the sentence task.
-RoBERTa, XLM-RoBERTa and CamemBERT: without that task, and with positions that begin after the number of the padding
-token."""
+"""What BERTs have beside rows: positions that begin after the padding, token types, and ModernBERT's two rotations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Same, TensorRule, q_k_v, read_tied, write_tied
+from megacore.models.hf.rows import ReadOnly
 
-# Transformers holds the head's bias twice. The decoder's is the one that is added; a tied model takes the other for it.
-_BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"
-
-
-def _both(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    return tuple(TensorRule(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias"))
+_KINDS = ("full_attention", "sliding_attention")
 
 
-_SAME = (
-    Same("num_layers", ("num_hidden_layers",), 12),
-    Same("hidden_size", ("hidden_size",), 768),
-    Same("num_attention_heads", ("num_attention_heads",), 12),
-    Same("ffn_hidden_size", ("intermediate_size",), 3072),
-    Same("norm_epsilon", ("layer_norm_eps",), 1e-12),
-    Same("init_method_std", ("initializer_range",), 0.02),
-    Same("hidden_dropout", ("hidden_dropout_prob",), 0.1),
-    Same("attention_dropout", ("attention_probs_dropout_prob",), 0.1),
-)
-_FIXED: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "hidden_act": (("gelu",), "gelu"),
-    "is_decoder": ((False,), False),
-}
+class BertPart(Protocol):
+    """Fields of BertSection."""
+
+    def read(self, reader: ConfigReader) -> dict[str, Any]:
+        """From a file; notes problems in the reader."""
+        ...
+
+    def write(self, config: ResolvedModel, bert: ResolvedBert) -> dict[str, Any]:
+        """The fields of the file."""
+        ...
 
 
-def _body(prefix: str) -> tuple[TensorRule, ...]:
-    """The tensors of the embedding and the blocks."""
-    layer = f"{prefix}.encoder.layer.{{i}}"
-    return (
-        TensorRule("embedding.tokens.weight", (f"{prefix}.embeddings.word_embeddings.weight",)),
-        TensorRule("embedding.positions", (f"{prefix}.embeddings.position_embeddings.weight",)),
-        TensorRule("embedding.segments", (f"{prefix}.embeddings.token_type_embeddings.weight",)),
-        *_both("embedding.norm", f"{prefix}.embeddings.LayerNorm"),
-        *(
-            TensorRule(
-                f"blocks.{{i}}.attention.qkv.{kind}",
-                tuple(f"{layer}.attention.self.{one}.{kind}" for one in ("query", "key", "value")),
-                q_k_v,
-            )
-            for kind in ("weight", "bias")
-        ),
-        *_both("blocks.{i}.attention.output", f"{layer}.attention.output.dense"),
-        *_both("blocks.{i}.attention_norm", f"{layer}.attention.output.LayerNorm"),
-        *_both("blocks.{i}.mlp.up", f"{layer}.intermediate.dense"),
-        *_both("blocks.{i}.mlp.down", f"{layer}.output.dense"),
-        *_both("blocks.{i}.mlp_norm", f"{layer}.output.LayerNorm"),
-    )
+class PositionsAfterPadding:
+    """RoBERTa's padding has a row of the position table, and the first token the row after it."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        padding = reader.get("pad_token_id", 1)
+        rows = reader.copied("max_position_embeddings", ("max_position_embeddings",), 512)
+        if type(padding) is not int or not 0 <= padding < rows - 1:
+            reader.problem("pad_token_id", f"is {str(padding)[:40]!r}, not a row of the position table before the last")
+            padding = 1
+        return {"position_offset": padding + 1, "max_position_embeddings": rows - padding - 1}
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return {"pad_token_id": config.position_offset - 1, "max_position_embeddings": config.position_rows}
 
 
-BERT = Family(
-    model_type="bert",
-    architecture="BertForPreTraining",
-    without_sentences="BertForMaskedLM",
-    bert_style="classic",
-    prefix="bert.",
-    same=(
-        *_SAME,
-        Same("max_position_embeddings", ("max_position_embeddings",), 512),
-        Same("vocab_size", ("vocab_size",), 30522),
-    ),
-    fixed={**_FIXED, "type_vocab_size": ((2,), 2)},
-    optional={"position_embedding_type": ("absolute",)},
-    constants={"activation": "gelu-exact"},
-    read=lambda reader: read_tied(reader, default=True),
-    write=write_tied,
-    rules=(
-        *_body("bert"),
-        *_both("head.transform", "cls.predictions.transform.dense"),
-        *_both("head.transform_norm", "cls.predictions.transform.LayerNorm"),
-        TensorRule("head.weight", ("cls.predictions.decoder.weight",)),
-        TensorRule("head.bias", (_BIAS,), instead=(_DECODER_BIAS,)),
-        *_both("head.sentence.pooler", "bert.pooler.dense"),
-        *_both("head.sentence.classifier", "cls.seq_relationship"),
-    ),
-    aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-    buffers=(".position_ids",),
-    ties={
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        _DECODER_BIAS: _BIAS,
-    },
-    unused={_BIAS: _DECODER_BIAS},
-)
+class TokenTypes:
+    """One or two of them."""
+
+    def read(self, reader: ConfigReader) -> dict[str, Any]:
+        types = reader.get("type_vocab_size", 2)
+        if type(types) is not int or types not in (1, 2):
+            reader.problem("type_vocab_size", f"is {str(types)[:40]!r}, but megacore has only 1 or 2")
+            types = 2
+        return {"num_token_types": types}
+
+    def write(self, config: ResolvedModel, bert: ResolvedBert) -> dict[str, Any]:
+        return {"type_vocab_size": bert.num_token_types}
 
 
-# ---- RoBERTa ---------------------------------------------------------------------------------------------------------
-
-_HEAD_BIAS, _DECODERS_BIAS = "lm_head.bias", "lm_head.decoder.bias"
+# ---- ModernBERT ------------------------------------------------------------------------------------------------------
 
 
-def _read_roberta(reader: ConfigReader) -> dict[str, Any]:
-    """Padding has a row of the position table, and the first token the row after it."""
-    padding, rows = reader.get("pad_token_id", 1), reader.copied("max_position_embeddings", _POSITIONS, 512)
-    if type(padding) is not int or not 0 <= padding < rows - 1:
-        reader.problem("pad_token_id", f"is {str(padding)[:40]!r}, not a row of the position table before the last")
-        padding = 1
-    return read_tied(reader, default=True) | {
-        "position_offset": padding + 1,
-        "max_position_embeddings": rows - padding - 1,
-    }
+def _base(reader: ConfigReader, kind: str, older: str, default: float) -> float:
+    """The rotary base of a kind of block, which older files have in a field of its own."""
+    table = reader.get("rope_parameters")
+    entry = table.get(kind) if isinstance(table, dict) else None
+    base = reader.get(older, default)
+    if isinstance(entry, dict):
+        base = entry.get("rope_theta", base)
+        if entry.get("rope_type", "default") != "default" or entry.keys() - {"rope_type", "rope_theta"}:
+            reader.problem(f"rope_parameters.{kind}", "has a rope scaling, which megacore does not have for ModernBERT")
+    if type(base) not in (int, float):
+        reader.problem(older, f"is {str(base)[:40]!r}, not a number")
+        return default
+    return float(base)
 
 
-def _read_token_types(reader: ConfigReader) -> dict[str, Any]:
-    types = reader.get("type_vocab_size", 2)
-    if type(types) is not int or types not in (1, 2):
-        reader.problem("type_vocab_size", f"is {str(types)[:40]!r}, but megacore has only 1 or 2")
-        types = 2
-    return {"num_token_types": types}
+def _layer_types(layers: int, interval: int) -> list[str]:
+    return [_KINDS[i % interval > 0] for i in range(layers)]
 
 
-def _write_roberta(config: ResolvedModel) -> dict[str, Any]:
-    return write_tied(config) | {
-        "pad_token_id": config.position_offset - 1,
-        "max_position_embeddings": config.position_rows,
-    }
+class GlobalRotation(ReadOnly):
+    """The rotation of global blocks, and the window of local ones; `GlobalBlocks` writes both."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        base, window = _base(reader, _KINDS[0], "global_rope_theta", 160_000.0), reader.get("local_attention", 128)
+        if type(window) is not int:
+            reader.problem("local_attention", "is not a whole number")
+        return {"rotary_base": base, "window_size": window}
 
 
-_POSITIONS = ("max_position_embeddings",)
-ROBERTA = Family(
-    model_type="roberta",
-    architecture="RobertaForMaskedLM",
-    bert_style="classic",
-    prefix="roberta.",
-    same=(*_SAME, Same("vocab_size", ("vocab_size",), 50265)),
-    fixed=_FIXED,
-    optional={"position_embedding_type": ("absolute",)},
-    constants={"activation": "gelu-exact"},
-    read=_read_roberta,
-    write=_write_roberta,
-    read_bert=_read_token_types,
-    write_bert=lambda config, bert: {"type_vocab_size": bert.num_token_types},
-    rules=(
-        *_body("roberta"),
-        *_both("head.transform", "lm_head.dense"),
-        *_both("head.transform_norm", "lm_head.layer_norm"),
-        TensorRule("head.weight", ("lm_head.decoder.weight",)),
-        TensorRule("head.bias", (_HEAD_BIAS,), instead=(_DECODERS_BIAS,)),
-    ),
-    buffers=(".position_ids",),
-    ties={
-        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-        _DECODERS_BIAS: _HEAD_BIAS,
-    },
-    unused={_HEAD_BIAS: _DECODERS_BIAS},
-)
-_SAME_AS_ROBERTA = (*_SAME, Same("vocab_size", ("vocab_size",), 30522))
-XLM_ROBERTA = replace(ROBERTA, model_type="xlm-roberta", architecture="XLMRobertaForMaskedLM", same=_SAME_AS_ROBERTA)
-CAMEMBERT = replace(ROBERTA, model_type="camembert", architecture="CamembertForMaskedLM", same=_SAME_AS_ROBERTA)
+class GlobalBlocks:
+    """Which blocks are global, and the rotary base of local ones."""
+
+    def read(self, reader: ConfigReader) -> dict[str, Any]:
+        layers, interval = reader.get("num_hidden_layers", 22), reader.get("global_attn_every_n_layers", 3)
+        kinds = reader.get("layer_types")
+        if isinstance(kinds, list) and type(layers) is int and len(kinds) == layers:
+            further = [i for i in range(1, layers) if kinds[i] == _KINDS[0]]
+            interval = further[0] if further else layers
+        if type(interval) is not int or interval < 1:
+            reader.problem("global_attn_every_n_layers", "is not a number of blocks")
+            interval = 1
+        if kinds is not None and kinds != _layer_types(layers if type(layers) is int else 0, interval):
+            reader.problem("layer_types", "is not one global block and then a fixed number of local ones, repeated")
+        local = _base(reader, _KINDS[1], "local_rope_theta", 10_000.0)
+        return {"global_attention_interval": interval, "local_rotary_base": local}
+
+    def write(self, config: ResolvedModel, bert: ResolvedBert) -> dict[str, Any]:
+        bases = {_KINDS[0]: config.rotary_base, _KINDS[1]: bert.local_rotary_base}
+        return {
+            "layer_types": _layer_types(config.num_layers, bert.global_attention_interval),
+            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+            "local_attention": config.window_size,
+        }

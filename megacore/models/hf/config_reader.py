@@ -8,7 +8,9 @@ at once.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megacore.config import ExpertsConfig, ModelConfig
@@ -17,38 +19,30 @@ from megacore.config.messages import one_of
 
 _MISSING = object()
 
-# Fields that any family's file may have and that do not change what the model computes.
-_WITHOUT_EFFECT = """
-    _name_or_path architectures model_type transformers_version dtype torch_dtype use_cache _attn_implementation
-    _attn_implementation_autoset _commit_hash name_or_path attn_implementation bos_token_id eos_token_id
-    pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id id2label label2id
-    num_labels _num_labels problem_type finetuning_task task_specific_params prefix language output_attentions
-    output_hidden_states
-    return_dict return_dict_in_generate output_scores torchscript use_bfloat16 chunk_size_feed_forward
-    tokenizer_class classifier_dropout gradient_checkpointing pretraining_tp forced_bos_token_id forced_eos_token_id
-    suppress_tokens begin_suppress_tokens bad_words_ids temperature top_k top_p typical_p num_beams num_beam_groups
-    num_return_sequences diversity_penalty max_length min_length do_sample early_stopping repetition_penalty
-    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    remove_invalid_values max_sequence_length is_llama_config transformers.js_config initializer_factor
-"""
-WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
-# Names of fields that concern training alone (dropout), or another program that wrote the file.
-_WITHOUT_EFFECT_PATTERN = re.compile(r"unsloth_.*|(.*_)?(dropout|pdrop|dropout_prob|dropout_p)")
-# Fields that change nothing with these values; with another one they are unknown.
-_OFF: Mapping[str, tuple[Any, ...]] = {"use_mrope": (False, None), "rope_interleaved": (False, None)}
-# Fields that any family's file may have, with the only values that mean what megacore computes.
-PLAIN_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({}, None),
-    "quantization_config": (None,),
-    "auto_map": (None, {}),  # code of its own
-}
+
+def _with_null(value: Any) -> Any:
+    """TOML has no null: the text "null" stands for it."""
+    if isinstance(value, dict):
+        return {name: _with_null(one) for name, one in value.items()}
+    return [_with_null(one) for one in value] if isinstance(value, list) else None if value == "null" else value
+
+
+TABLES: dict[str, Any] = _with_null(
+    tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+)
+_ANY = TABLES["any_family"]
+_WITHOUT_EFFECT = frozenset(_ANY["without_effect"].split())
+_WITHOUT_EFFECT_PATTERN = re.compile(_ANY["without_effect_pattern"])
 _WAYS_OUT: Mapping[str, str] = {
     "auto_map": "; if transformers has the model without this code, use --ignore-config-field auto_map",
+}
+# Transformers' names of activations -> megacore's; the first of each is written.
+ACTIVATIONS = {
+    "gelu": "gelu-exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
 }
 
 
@@ -77,6 +71,10 @@ class ConfigReader:
     def has(self, name: str) -> bool:
         """Whether the file has the field."""
         return name in self._values
+
+    def first_of(self, names: Sequence[str]) -> str:
+        """The name by which the file has a field; the first where it lacks it."""
+        return next((name for name in names if name in self._values), names[0])
 
     def copied(self, ours: str, names: Sequence[str], default: Any) -> Any:
         """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type.
@@ -118,21 +116,52 @@ class ConfigReader:
 
     def problem(self, name: str, text: str) -> None:
         """Note what is wrong with a field."""
-        self.problems.append(f"{self.where}: {name} {text}")
+        if (said := f"{self.where}: {name} {text}") not in self.problems:  # a field may be read into two of ours
+            self.problems.append(said)
 
-    def activation(self, name: str, known: Mapping[str, str], default: str) -> str:
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false."""
+        value = self.get(name, default)
+        if type(value) is not bool:
+            self.problem(name, f"is {_shown(value)}, not true or false")
+            return default
+        return value
+
+    def count(self, name: str, default: Any, of: str) -> int | None:
+        """A field that is a whole number, one or more, or null.
+
+        Args:
+            name: the field.
+            default: what transformers takes where the file has none.
+            of: what it counts, for the message.
+        """
+        value = self.get(name, default)
+        if value is not None and (type(value) is not int or value < 1):
+            self.problem(name, f"is {str(value)[:40]!r}, not a number of {of}")
+            return None
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        """A field that is a number above 0."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or value <= 0:
+            self.problem(name, f"is {str(value)[:40]!r}, not a positive number")
+            return default
+        return value
+
+    def activation(self, name: str, default: str) -> str:
         """Megacore's name of an activation.
 
         Args:
             name: the field.
-            known: transformers' names -> megacore's.
             default: what transformers takes where the file has none.
         """
         value = self.get(name, default)
-        if not isinstance(value, str) or value not in known:
-            self.problem(name, f"is {_shown(value)}, but megacore has only {one_of([_shown(one) for one in known])}")
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            known = one_of([_shown(one) for one in ACTIVATIONS])
+            self.problem(name, f"is {_shown(value)}, but megacore has only {known}")
             value = default
-        return known[value]
+        return ACTIVATIONS[value]
 
     def finish(self, ignored: frozenset[str]) -> tuple[str, ...]:
         """Account for every field that nobody has asked for, and return those that nothing is known of.
@@ -140,14 +169,12 @@ class ConfigReader:
         Args:
             ignored: fields of the family that do not change what the model computes.
         """
-        for name, allowed in PLAIN_ONLY.items():
+        for name, allowed in _ANY["if_given"].items():
             if name in self._values and name not in self._seen:
                 self.only(name, allowed, way_out=_WAYS_OUT.get(name, ""))
-        left = self._values.keys() - self._seen - WITHOUT_EFFECT - ignored - self._off()
+        off = {name for name, values in _ANY["off"].items() if self._values.get(name) in values}
+        left = self._values.keys() - self._seen - _WITHOUT_EFFECT - ignored - off
         return tuple(sorted(name for name in left if not _WITHOUT_EFFECT_PATTERN.fullmatch(name)))
-
-    def _off(self) -> set[str]:
-        return {name for name, off in _OFF.items() if self._values.get(name) in off}
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -1,54 +1,150 @@
-"""All families, and the choice of one: by a config.json's model_type, or as the first that can represent a model."""
+"""All families of families.toml, and the choice of one: by a config.json's model_type, or as the first that can
+represent a model."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBert
 from megacore.config.messages import one_of
 from megacore.errors import CheckpointError
-from megacore.models.hf.bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
-from megacore.models.hf.bloom import BLOOM
-from megacore.models.hf.cohere import COHERE, COHERE2
-from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megacore.models.hf.exaone import EXAONE4
-from megacore.models.hf.falcon import FALCON
-from megacore.models.hf.family import Family
-from megacore.models.hf.gemma import GEMMA, GEMMA2, GEMMA3
-from megacore.models.hf.glm import GLM, GLM4
-from megacore.models.hf.gpt2 import GPT2, GPT_BIGCODE
-from megacore.models.hf.gpt_neo import GPT_NEO
-from megacore.models.hf.gptj import GPTJ
-from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megacore.models.hf.llama_relatives import ARCEE, ERNIE, HELIUM, MINISTRAL3, NEMOTRON, SEED_OSS
-from megacore.models.hf.llama_variants import GRANITE, OLMO, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
-from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from megacore.models.hf.modernbert import MODERNBERT
-from megacore.models.hf.mpt import MPT
-from megacore.models.hf.neox import NEOX
-from megacore.models.hf.olmo3 import OLMO3
-from megacore.models.hf.opt import OPT
-from megacore.models.hf.phi import PHI
+from megacore.models.hf import bert, decoders, experts, kinds_of_layers, rope, rows
+from megacore.models.hf.config_reader import TABLES
+from megacore.models.hf.family import Family, TensorRule
+from megacore.models.hf.row_orders import LAYOUTS
+from megacore.models.hf.rows import Part, Row
 
 _NEAR = 0.65  # similarity of names
 _TABLE = "all families: docs/guides/conversion.md"
-# The order in which a family is looked for where a model has no config.json.
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
-        *(GRANITE, SMOLLM3, OLMO, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA2, GEMMA3),
-        *(OPT, FALCON, GPTJ, ROBERTA),
-        *(PHI, GPT_NEO, OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4),
-        *(NEMOTRON, SEED_OSS, ERNIE, HELIUM, ARCEE, MINISTRAL3),
-        *(XLM_ROBERTA, CAMEMBERT),
-    )
+_PARTS: Mapping[str, Callable[..., Part]] = {
+    "attention_table": decoders.AttentionTable,
+    "attention_types": kinds_of_layers.AttentionTypes,
+    "biases": rows.Biases,
+    "decoder_of_falcon": decoders.DecoderOfFalcon,
+    "equal": rows.Equal,
+    "exact_sums_of_bloom": decoders.ExactSumsOfBloom,
+    "global_rotation": bert.GlobalRotation,
+    "greedy_groups_of_experts": experts.GreedyGroupsOfExperts,
+    "groups_of_experts": experts.GroupsOfExperts,
+    "heads_as_wide_as_hidden_size": experts.HeadsAsWideAsHiddenSize,
+    "last_layers_have_a_window": kinds_of_layers.LastLayersHaveAWindow,
+    "latent_attention": experts.LatentAttention,
+    "layers_without_positions": kinds_of_layers.LayersWithoutPositions,
+    "one_key_for_all_heads": decoders.OneKeyForAllHeads,
+    "original_context": rope.OriginalContext,
+    "positions_after_padding": bert.PositionsAfterPadding,
+    "rope": rope.Rope,
+    "rope_of_ministral3": rope.RopeOfMinistral3,
+    "ropes_of_gemma3": rope.RopesOfGemma3,
+    "ropes_of_olmo3": rope.RopesOfOlmo3,
+    "rotated_dimensions": rope.RotatedDimensions,
+    "scaled_embeddings": decoders.ScaledEmbeddings,
+    "window_pattern": kinds_of_layers.WindowPattern,
+    "written": rows.Written,
 }
+_BERT_PARTS: Mapping[str, Callable[[], bert.BertPart]] = {"token_types": bert.TokenTypes, "modern": bert.GlobalBlocks}
+_CONDITIONS: Mapping[str, Callable[[ResolvedModel], bool]] = {
+    "untied": lambda config: config.untie_embeddings_and_output_weights,
+    "two_norms": lambda config: config.parallel_residual and not config.shared_parallel_norm,
+}
+
+
+# ---- from the table to families --------------------------------------------------------------------------------------
+
+
+def _with_bases(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with the rows of those that it is like, in their order; its own replace those of the same name."""
+    like = table.get("like", [])
+    whole: dict[str, Any] = {}
+    for name in [like] if isinstance(like, str) else like:
+        _add(whole, _with_bases(TABLES["bases"].get(name) or TABLES["families"][name]))
+    _add(whole, table)
+    return whole
+
+
+def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if not isinstance(value, dict):
+            whole[key] = value
+            continue
+        there = whole.setdefault(key, {})
+        for name, row in value.items():
+            # A value alone is another default of the field that was there.
+            there[name] = [there[name][0], row] if key == "same" and not isinstance(row, list) else row
+
+
+def _row(ours: str, value: list[Any]) -> Row:
+    *conversion, names = value[0].split()
+    return Row(ours, tuple(names.split("|")), value[1] if len(value) > 1 else None, "".join(conversion))
+
+
+def _rules(ours: str, theirs: str | Mapping[str, str], prefix: str) -> Iterator[TensorRule]:
+    """The rule of a row, or those of weight and bias.
+
+    Args:
+        ours: megacore's name.
+        theirs: words of the order and the names, or two of these, the second under its condition.
+        prefix: what the names begin with.
+    """
+    usual, *other = [("", theirs)] if isinstance(theirs, str) else theirs.items()
+    words, _, names = usual[1].rpartition(": ")
+    is_transposed = "transposed" in words.split()
+    layout = LAYOUTS.get(words.replace("transposed", "").strip())
+    for kind in ("weight", "bias") if ours.endswith("*") else ("",):
+        yield TensorRule(
+            ours=ours.replace("*", kind),
+            theirs=_names(prefix + names.replace("*", kind)),
+            layout=layout,
+            transposed=is_transposed and kind == "weight",
+            instead=_names(prefix + other[0][1].replace("*", kind)) if other else None,
+            when=_CONDITIONS[other[0][0]] if other else None,
+        )
+
+
+def _names(pattern: str) -> tuple[str, ...]:
+    """A name, or several where it has {q,k,v}."""
+    parts = re.fullmatch(r"(.*)\{([^{}]+,[^{}]+)\}(.*)", pattern)
+    return (pattern,) if parts is None else tuple(f"{parts[1]}{one}{parts[3]}" for one in parts[2].split(","))
+
+
+def _family(model_type: str) -> Family:
+    table = _with_bases(TABLES["families"][model_type])
+    constants, computed = table.get("constants", {}), table.get("computed", {})
+    same = {ours: row for ours, row in table["same"].items() if ours not in constants and ours not in computed}
+    tensors = [(ours, theirs, "") for ours, theirs in table["tensors"].items()]
+    tensors += [(f"blocks.{{i}}.{ours}", theirs, table["block"]) for ours, theirs in table["blocks"].items()]
+    section = table.get("bert_section")
+    return Family(
+        model_type=model_type,
+        architecture=table["class"],
+        prefix=table["prefix"],
+        same=tuple(_row(ours, row) for ours, row in same.items()),
+        only=table.get("only", {}),
+        if_given=table.get("if_given", {}),
+        constants=constants,
+        ignored=frozenset(table.get("ignored", "").split()),
+        computed=tuple(
+            _row(ours, value) if isinstance(value, list) else _PARTS[ours](**value) for ours, value in computed.items()
+        ),
+        rules={rule.ours: rule for row in tensors for rule in _rules(*row)},
+        aliases=table.get("aliases", {}),
+        buffers=tuple(table.get("buffers", ())),
+        ties=table["ties"],
+        unused=table.get("unused", {}),
+        bert_style=table.get("bert_style"),
+        bert_section=None if section is None else _BERT_PARTS[section](),
+        without_sentences=table.get("without_sentences"),
+        other_names=tuple(table.get("other_names", ())),
+    )
+
+
+# The order in which a family is looked for where a model has no config.json.
+FAMILIES: dict[str, Family] = {model_type: _family(model_type) for model_type in TABLES["families"]}
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:

@@ -1,18 +1,21 @@
-"""Layers of several kinds in a config.json: `layer_types`, and the window of some of them."""
+"""Layers of several kinds in a config.json: `layer_types` or an older way to say them, and the window of some."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, WINDOW, pattern_of, repeated
+from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
 from megacore.models.hf.config_reader import ConfigReader
+from megacore.models.hf.rows import read_window
 
 _LETTERS = {"sliding_attention": WINDOW, "full_attention": FULL}
-_TYPES = {letter: name for name, letter in _LETTERS.items()}
+_MOST = 10_000  # layers
 
 
-def read_layer_types(reader: ConfigReader, layers: Any) -> str | None:
+def read_layer_types(reader: ConfigReader, layers: int) -> str | None:
     """The letters of the file's layers, as of --attention-pattern; None where it has no valid list.
 
     Args:
@@ -31,7 +34,7 @@ def read_layer_types(reader: ConfigReader, layers: Any) -> str | None:
     return "".join(_LETTERS[one] for one in types)
 
 
-def read_kinds(reader: ConfigReader, layers: Any, period: Any, name: str) -> str:
+def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str) -> str:
     """The letters of the layers, of which each last one of a period has no window where the file has no `layer_types`.
 
     Args:
@@ -43,18 +46,12 @@ def read_kinds(reader: ConfigReader, layers: Any, period: Any, name: str) -> str
     kinds = read_layer_types(reader, layers)
     if kinds is not None:
         return kinds
-    if type(layers) is not int or not 0 < layers <= 10_000:
+    if not 0 < layers <= _MOST:
         return FULL  # a problem of another field
-    if type(period) is not int or not 0 < period <= 10_000:
+    if type(period) is not int or not 0 < period <= _MOST:
         reader.problem(name, f"is {str(period)[:40]!r}, not a number of layers")
         return FULL
     return repeated(WINDOW * (period - 1) + FULL, layers)
-
-
-def require_window(reader: ConfigReader, kinds: str, window: int | None) -> None:
-    """Note that layers have a window of no size."""
-    if WINDOW in kinds and window is None:
-        reader.problem("sliding_window", "is null, but layers have a window")
 
 
 def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
@@ -78,6 +75,136 @@ def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | No
         config: the model.
         full: the letter of the family's layers of full attention.
     """
-    names = {WINDOW: _TYPES[WINDOW], full: _TYPES[FULL]}
+    names = {WINDOW: "sliding_attention", full: "full_attention"}
     kinds = config.attention_kinds
     return [names[one] for one in kinds] if set(kinds) <= names.keys() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPattern:
+    """A window in all layers but each last one of a period, where the file has no `layer_types`.
+
+    Attributes:
+        period: the usual number of layers.
+        period_names: what the field that has it may be called.
+        rotates_windows_only: layers without a window have no positions.
+        may_be_off: without a size of the window no layer has one, and all rotate.
+    """
+
+    period: int
+    period_names: tuple[str, ...] = ()
+    rotates_windows_only: bool = False
+    may_be_off: bool = False
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        layers, window = ours["num_layers"], read_window(reader, 4096)
+        name, period = "layer_types", self.period
+        if self.period_names:
+            name = reader.first_of(self.period_names)
+            period = reader.get(name, self.period)
+        if window is None and self.may_be_off:
+            kinds = read_layer_types(reader, layers) or FULL
+        else:
+            kinds = _read_kinds(reader, layers, period, name)
+            if self.rotates_windows_only:
+                kinds = kinds.replace(FULL, WITHOUT_POSITIONS)
+        if WINDOW in kinds and window is None:
+            reader.problem("sliding_window", "is null, but layers have a window")
+        return pattern_fields(kinds, window)
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        is_off = self.may_be_off and set(config.attention_kinds) == {FULL}
+        full = WITHOUT_POSITIONS if self.rotates_windows_only and not is_off else FULL
+        window = None if is_off else config.window_size or 4096
+        return {"layer_types": write_layer_types(config, full), "sliding_window": window}
+
+
+class LastLayersHaveAWindow:
+    """Qwen's: the layers from `max_window_layers` on have a window, if `use_sliding_window` is set."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        layers, uses = ours["num_layers"], reader.get("use_sliding_window", False)
+        window, first = read_window(reader, 4096), reader.get("max_window_layers", 28)
+        if type(uses) is not bool or type(first) is not int or not 0 < layers <= _MOST:
+            reader.problem("use_sliding_window", "or max_window_layers is not of its type")
+            return {}
+        kinds = read_layer_types(reader, layers)
+        if kinds is None:
+            slides = max(0, layers - max(first, 0)) if uses and window is not None else 0
+            kinds = FULL * (layers - slides) + WINDOW * slides
+        if WINDOW in kinds and (not uses or window is None):
+            reader.problem(
+                "layer_types", "has sliding_attention, but use_sliding_window is false or sliding_window null"
+            )
+        return pattern_fields(kinds, window)
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        uses = config.window_size is not None
+        values: dict[str, Any] = {"use_sliding_window": uses, "sliding_window": config.window_size}
+        if config.attention_pattern is not None:
+            return values | {"layer_types": write_layer_types(config)}
+        return values | ({"max_window_layers": 0} if uses else {})
+
+
+class LayersWithoutPositions:
+    """SmolLM3's: a list of the layers that rotate, or each last one of an interval does not."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        layers, rotated = ours["num_layers"], reader.get("no_rope_layers")
+        interval, kinds = reader.get("no_rope_layer_interval", 4), FULL
+        if isinstance(rotated, list) and rotated and set(map(str, rotated)) <= {"0", "1"}:
+            kinds = "".join(FULL if one else WITHOUT_POSITIONS for one in rotated)
+            if len(rotated) != layers:
+                reader.problem("no_rope_layers", f"has {len(rotated)} entries for {layers} layers")
+        elif rotated is None and type(interval) is int and 1 <= interval <= _MOST and layers > 0:
+            kinds = repeated(FULL * (interval - 1) + WITHOUT_POSITIONS, layers)
+        else:
+            reader.problem("no_rope_layers", f"is {str(rotated)[:40]!r}, not a list of 0 and 1 for the layers")
+        types = reader.get("layer_types")
+        if types is not None and (not isinstance(types, list) or set(map(str, types)) != {"full_attention"}):
+            reader.problem("layer_types", "has windows, which megacore does not have in this family")
+        return pattern_fields(kinds, None)
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return {"no_rope_layers": [0 if kind == WITHOUT_POSITIONS else 1 for kind in config.attention_kinds]}
+
+
+_OF_GPT_NEO = {"local": WINDOW, "global": FULL}
+
+
+class AttentionTypes:
+    """GPT-Neo's: pairs of names of layers and how often they are repeated."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        window = reader.count("window_size", 256, "positions")
+        if window is None and reader.get("window_size", 256) is None:
+            reader.problem("window_size", "is 'None', not a number of positions")
+        return pattern_fields(self._kinds(reader, ours["num_layers"]), window or 256)
+
+    def _kinds(self, reader: ConfigReader, layers: int) -> str:
+        kinds = ""
+        types = reader.get("attention_types", [[["global", "local"], 12]])
+        for pair in types if isinstance(types, list) else [None]:
+            names, times = pair if isinstance(pair, list) and len(pair) == 2 else (None, 0)
+            if not isinstance(names, list) or not names or not set(map(str, names)) <= _OF_GPT_NEO.keys():
+                reader.problem("attention_types", "is not a list of pairs: names of global and local, and a number")
+                return FULL
+            if type(times) is not int or not 0 < times * len(names) <= _MOST:
+                reader.problem("attention_types", f"repeats kinds of layers {str(times)[:20]!r} times")
+                return FULL
+            kinds += "".join(_OF_GPT_NEO[name] for name in names) * times
+            if len(kinds) > _MOST:
+                break
+        if len(kinds) != layers:
+            reader.problem("attention_types", f"has {len(kinds)} entries for {layers} layers")
+        listed = reader.get("attention_layers")  # which transformers makes anew
+        if listed is not None and listed != self._names(kinds):
+            reader.problem("attention_layers", "differs from attention_types")
+        return kinds or FULL
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return {"attention_types": [[self._names(config.attention_kinds), 1]], "window_size": config.window_size or 256}
+
+    def _names(self, kinds: str) -> list[str | None]:
+        names = {letter: name for name, letter in _OF_GPT_NEO.items()}
+        return [names.get(kind) for kind in kinds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -110,51 +111,6 @@ def read_rope(
     return fields
 
 
-def read_ropes_of_kinds(
-    reader: ConfigReader, positions: int, *, base: Any, window_base: Any
-) -> tuple[dict[str, Any], float | None]:
-    """ModelConfig's fields about the rotation in layers without a window, and the base in those with one, of a file
-    whose `rope_parameters` has a table for each kind of layer.
-
-    Args:
-        reader: the file.
-        positions: as for `read_rope`.
-        base: what transformers takes where the table of layers without a window has none.
-        window_base: the same of layers with one.
-    """
-    tables = reader.get("rope_parameters")
-    whole = ConfigReader({"rope_parameters": tables.get("full_attention")}, reader.where)
-    near = ConfigReader({"rope_parameters": tables.get("sliding_attention")}, reader.where)
-    fields = read_rope(whole, positions, usual_base=base)
-    of_windows = read_rope(near, 1, usual_base=window_base)
-    reader.problems += [*whole.problems, *near.problems]
-    if of_windows.get("rope_scaling", "none") != "none":
-        reader.problem("rope_parameters.sliding_attention", "is scaled: megacore scales layers without a window")
-    return fields, of_windows.get("rotary_base")
-
-
-def rotation_of(fields: dict[str, Any], window_base: float | None, pattern: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model whose layers with a window have a rotation of their own.
-
-    Args:
-        fields: the rotation of layers without a window.
-        window_base: of layers with one.
-        pattern: the fields about windows.
-    """
-    if pattern.get("attention_pattern") is not None:
-        return fields | pattern | {"window_rotary_base": window_base}
-    if pattern.get("window_size") is not None and window_base is not None:  # every layer has a window
-        return {"position_embedding_type": "rope", "rotary_base": window_base} | pattern
-    return fields | pattern
-
-
-def write_ropes_of_kinds(config: ResolvedModel) -> dict[str, Any]:
-    """`rope_parameters` with a table for each kind of layer."""
-    base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
-    near = {"rope_type": "default", "rope_theta": base}
-    return {"rope_parameters": {"sliding_attention": near, "full_attention": write_rope(config)["rope_parameters"]}}
-
-
 def _read_yarn(
     reader: ConfigReader,
     table: dict[str, Any],
@@ -223,3 +179,189 @@ def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
         table |= {key: getattr(config, ours) for ours, key in _OF_YARN.items() if getattr(config, ours) is not None}
         table |= {} if config.rope_truncate else {"truncate": False}
     return {"rope_parameters": table}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """One rotation for all layers.
+
+    Attributes:
+        base: what transformers takes where the file has none.
+        base_name: the field that older files have it in.
+        share: of each head that is rotated, where the file does not say it; None: whole heads only.
+        share_name: the field that older files have it in.
+        check_share: refuse another share than the whole, where `share` is None.
+        original: default of the context before scaling, of a family that has it outside the rope parameters.
+        renamed: as for `read_rope`.
+    """
+
+    base: float = _DEFAULT_BASE
+    base_name: str = "rope_theta"
+    share: float | None = None
+    share_name: str = "partial_rotary_factor"
+    check_share: bool = True
+    original: int | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        fields = read_rope(
+            reader,
+            ours["max_position_embeddings"] or 1,
+            base=self.base_name,
+            usual_base=self.base,
+            share=1.0 if self.share is None else reader.get(self.share_name, self.share),
+            original=None if self.original is None else reader.get(_ORIGINAL, self.original),
+            renamed=self.renamed,
+        )
+        if self.share is None and self.check_share:
+            if fields.get("rotary_percent", 1.0) != 1.0:
+                reader.problem(
+                    "partial_rotary_factor", f"is {fields['rotary_percent']}, but this family rotates whole heads"
+                )
+            reader.only("partial_rotary_factor", (1.0, 1, None))
+        return fields
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return write_rope(config, share=self.share is not None)
+
+
+class OriginalContext:
+    """The context before scaling of Phi-3, which `Rope` reads and which stands after other fields in the file."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        before = config.rope_original_max_positions
+        return {} if before is None else {_ORIGINAL: before}
+
+
+class RotatedDimensions:
+    """The rotated part of each head as a number of dimensions, as GPT-J has it."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        rotated = reader.get("rotary_dim", 64)
+        hidden, heads = ours["hidden_size"], ours["num_attention_heads"]
+        if hidden > 0 and heads > 0 and type(rotated) is int and 0 < rotated <= hidden // heads:
+            return {"rotary_percent": rotated / (hidden // heads)}
+        reader.problem("rotary_dim", f"is {str(rotated)[:40]!r}, not a number of dimensions of a head")
+        return {}
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return {"rotary_dim": config.rotary_dimensions}
+
+
+# ---- a rotation for each kind of layers ------------------------------------------------------------------------------
+
+
+def settle_rotation(ours: dict[str, Any]) -> None:
+    """Make one rotation of two where all layers are of one kind; else megacore has a base of layers with a window."""
+    if "window_rotary_base" not in ours or ours.get("attention_pattern") is not None:
+        return
+    base = ours.pop("window_rotary_base")
+    if base is not None and ours.get("window_size") is not None:  # every layer has a window, which is never scaled
+        for name in [one for one in ours if one.startswith("rope_") or one == "rotary_percent"]:
+            del ours[name]
+        ours["rotary_base"] = base
+
+
+def _read_of_kinds(reader: ConfigReader, positions: int, *, base: Any, window_base: Any) -> dict[str, Any]:
+    """The rotation of layers without a window and the base of those with one, of a file whose `rope_parameters` has a
+    table for each kind; the bases are those that transformers takes where a table has none."""
+    tables = reader.get("rope_parameters")
+    whole = ConfigReader({"rope_parameters": tables.get("full_attention")}, reader.where)
+    near = ConfigReader({"rope_parameters": tables.get("sliding_attention")}, reader.where)
+    fields = read_rope(whole, positions, usual_base=base)
+    of_windows = read_rope(near, 1, usual_base=window_base)
+    reader.problems += [*whole.problems, *near.problems]
+    if of_windows.get("rope_scaling", "none") != "none":
+        reader.problem("rope_parameters.sliding_attention", "is scaled: megacore scales layers without a window")
+    return fields | {"window_rotary_base": of_windows.get("rotary_base")}
+
+
+def _write_of_kinds(config: ResolvedModel) -> dict[str, Any]:
+    base = config.rotary_base if config.window_rotary_base is None else config.window_rotary_base
+    near = {"rope_type": "default", "rope_theta": base}
+    return {"rope_parameters": {"sliding_attention": near, "full_attention": write_rope(config)["rope_parameters"]}}
+
+
+class RopesOfOlmo3:
+    """Windows have the usual base; a file without tables of kinds of layers does not change it."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        positions, tables, base = ours["max_position_embeddings"] or 1, reader.get("rope_parameters"), 500_000.0
+        if tables is None:
+            return read_rope(reader, positions, usual_base=base) | {"window_rotary_base": base}
+        if not isinstance(tables, dict) or not tables.keys() <= {"full_attention", "sliding_attention"}:
+            reader.problem("rope_parameters", "has no tables of kinds of layers alone")
+            return {}
+        reader.only("rope_scaling", (None,))
+        return _read_of_kinds(reader, positions, base=reader.get("rope_theta", base), window_base=base)
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return _write_of_kinds(config)
+
+
+class RopesOfGemma3:
+    """Windows have a base of their own, which older files have in a field of its own."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        positions, table = ours["max_position_embeddings"] or 1, reader.get("rope_parameters")
+        local = reader.get("rope_local_base_freq", _DEFAULT_BASE)
+        if isinstance(table, dict) and "full_attention" in table:
+            base = reader.get("rope_theta", 1_000_000.0)
+            return _read_of_kinds(reader, positions, base=base, window_base=local)
+        fields = read_rope(reader, positions)
+        if not reader.has("rope_theta") or "rotary_base" not in fields:
+            fields["rotary_base"] = 1_000_000.0
+        if type(local) not in (int, float):
+            reader.problem("rope_local_base_freq", f"is {str(local)[:40]!r}, not a number")
+            return fields
+        return fields | {"window_rotary_base": float(local)}
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return _write_of_kinds(config)
+
+
+# ---- Ministral 3 -----------------------------------------------------------------------------------------------------
+
+_GROWTH, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_OF_MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    _ORIGINAL: 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
+}
+
+
+class RopeOfMinistral3:
+    """Queries are longer from the original number of positions on, which no model of so few positions reaches."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        positions, table = ours["max_position_embeddings"], reader.get("rope_parameters")
+        table = _OF_MINISTRAL3 if table is None else table
+        if not isinstance(table, dict):
+            reader.problem("rope_parameters", f"is {str(table)[:40]!r}, not an object")
+            return {}
+        growth, original = table.get(_GROWTH, 0.1), table.get(_ORIGINAL)
+        if growth != 0 and not (type(positions) is int and type(original) is int and positions <= original):
+            reader.problem(
+                f"rope_parameters.{_GROWTH}",
+                f"is {str(growth)[:40]!r}, which makes queries longer from position {str(original)[:40]} on, and "
+                f"megacore does not; in a copy with max_position_embeddings {str(original)[:40]} the model is the same "
+                "up to there",
+            )
+        unread = {_GROWTH, "max_position_embeddings"}
+        if table.get("rope_type", table.get("type", "default")) in ("default", "linear"):
+            unread.add(_ORIGINAL)
+        rope = ConfigReader({"rope_parameters": {k: v for k, v in table.items() if k not in unread}}, reader.where)
+        fields = read_rope(rope, positions or 1)
+        reader.problems += rope.problems
+        return fields
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        rope = write_rope(config)["rope_parameters"]
+        return {"rope_parameters": {_ORIGINAL: config.max_position_embeddings, **rope, _GROWTH: 0.0}}
