@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megacore.config.messages import counted
 from megacore.convert.hf_directory import inside
-from megacore.convert.megatron_files import UNNEEDED, RankFile, flat
+from megacore.convert.megatron_files import RankFile, flat
 from megacore.convert.pickled import load
 from megacore.errors import CheckpointError
 
@@ -33,20 +33,6 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,4})_model_states
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,4})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{2,4})(?:-model_(\d{2,4}))?-model_states\.pt")
 _MOST_RANKS = 1 << 20
-_UNNEEDED = (
-    *UNNEEDED,
-    *(
-        f"deepspeed.runtime.{name}"
-        for name in (
-            *("fp16.loss_scaler.LossScaler", "fp16.loss_scaler.DynamicLossScaler", "zero.config.ZeroStageEnum"),
-            *("fp16.loss_scaler.LossScaleConfig", "fp16.loss_scaler.LossScaleProfile"),
-            *("zero.partition_parameters.ZeroParamStatus", "lr_schedules.WarmupLR", "lr_schedules.WarmupDecayLR"),
-        )
-    ),
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "deepspeed.utils.tensor_fragment.tensor_fragment",
-    "torch.serialization._get_layout",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +220,7 @@ def _directory(path: Path) -> Path:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
-    state = load(path, unneeded=_UNNEEDED, allowed=(argparse.Namespace,))
+    state = load(path, deepspeed=True)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table")
     _require_fields(state, path)

@@ -22,36 +22,7 @@ from megacore.errors import CheckpointError
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 _POINTER = "latest_checkpointed_iteration.txt"
-
-
 _DEEPEST = 32  # tables within tables, of which Megatron-LM has about ten
-
-
-UNNEEDED = (
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "megatron.enums.ModelType",
-    "megatron.model.enums.ModelType",
-    "megatron.core.enums.ModelType",
-    "signal.Signals",
-    "builtins.getattr",  # by which some versions of Python store a member of an enumeration
-    *(
-        f"megatron.core.transformer.enums.{name}"
-        for name in (
-            *("AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"),
-            *("CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope"),
-        )
-    ),
-    *(
-        f"megatron.core.rerun_state_machine.{name}"
-        for name in ("Call", "Caller", "RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
-    ),
-    *(f"megatron.core.enums.{name}" for name in ("Fp4Recipe", "Fp8Recipe")),
-    "megatron.core.inference.moe.InferenceGroupedGemmBackend",
-    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +115,7 @@ def _file(entry: Path) -> Path:
 
 
 def _load(path: Path, numbers: tuple[str, ...]) -> RankFile:
-    state = load(path, unneeded=UNNEEDED, allowed=(argparse.Namespace,))
+    state = load(path)
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(args, argparse.Namespace):
         raise CheckpointError(f"{path} has no args: it is not a checkpoint of Megatron-LM's")

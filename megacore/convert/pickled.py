@@ -15,9 +15,10 @@ import argparse
 import io
 import pickle
 import pickletools
+import tomllib
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,10 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megacore.files import read_bounded
 
+_UNNEEDED = {
+    program: names.split()
+    for program, names in tomllib.loads(Path(__file__).with_name("pickles.toml").read_text(encoding="utf-8")).items()
+}
 _MOST_INDEX = 1 << 30
 _LONGEST_LINE = 1 << 20  # lines have names and numbers
 _DEEPEST = 100  # containers within containers; checkpoints of other trainers have about ten
@@ -68,18 +73,19 @@ class Record:
         self.fields = state if isinstance(state, dict) else {"state": state}
 
 
-def load(path: Path, *, unneeded: Sequence[str] = (), allowed: Sequence[Any] = ()) -> Any:
-    """What torch.save wrote; only tensors that are used are brought into memory, where the file's form allows it.
+def load(path: Path, *, deepspeed: bool = False) -> Any:
+    """What torch.save wrote, with argparse.Namespace, in which Megatron-LM keeps its flags; only tensors that are used
+    are brought into memory, where the file's form allows it.
 
     Args:
         path: the file.
-        unneeded: full names of classes and functions that it may mention, which an inert class replaces.
-        allowed: classes of which it may hold instances.
+        deepspeed: it may mention DeepSpeed's names of pickles.toml too, beside Megatron-LM's.
 
     Raises:
         CheckpointError: it mentions anything else, or is damaged.
     """
-    known: list[Any] = [*allowed, *((Inert, name) for name in unneeded)]
+    unneeded = _UNNEEDED["megatron"] + (_UNNEEDED["deepspeed"] if deepspeed else [])
+    known: list[Any] = [argparse.Namespace, *((Inert, name) for name in unneeded)]
     try:
         with torch.serialization.safe_globals(known), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's own; a refusal says what matters

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.convert.dcp_files import INDEX, StoredTensor, open_dcp
 from megacore.convert.hf_directory import inside
-from megacore.convert.megatron_files import UNNEEDED, RankFile, iteration_directory
+from megacore.convert.megatron_files import RankFile, iteration_directory
 from megacore.convert.pickled import load
 from megacore.errors import CheckpointError
 
@@ -46,7 +46,7 @@ def open_torch_dist(path: Path) -> list[list[RankFile]]:
         CheckpointError: files are missing or damaged, or hold what megacore does not load.
     """
     directory = iteration_directory(path)
-    common = load(inside(directory, _COMMON), unneeded=UNNEEDED, allowed=(argparse.Namespace,))
+    common = load(inside(directory, _COMMON))
     args = common.get("args") if isinstance(common, Mapping) else None
     if not isinstance(common, Mapping) or not isinstance(args, argparse.Namespace):
         raise CheckpointError(f"{directory / _COMMON} has no args: it is not a checkpoint of Megatron-LM's")

@@ -94,12 +94,12 @@ def _rules(ours: str, theirs: str | Mapping[str, str], prefix: str) -> Iterator[
     usual, *other = [("", theirs)] if isinstance(theirs, str) else theirs.items()
     words, _, names = usual[1].rpartition(": ")
     is_transposed = "transposed" in words.split()
-    layout = LAYOUTS.get(words.replace("transposed", "").strip())
+    order = words.replace("transposed", "").strip()
     for kind in ("weight", "bias") if ours.endswith("*") else ("",):
         yield TensorRule(
             ours=ours.replace("*", kind),
             theirs=_names(prefix + names.replace("*", kind)),
-            layout=layout,
+            layout=LAYOUTS[order] if order else None,
             transposed=is_transposed and kind == "weight",
             instead=_names(prefix + other[0][1].replace("*", kind)) if other else None,
             when=_CONDITIONS[other[0][0]] if other else None,
