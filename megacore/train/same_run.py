@@ -186,6 +186,7 @@ def _versions() -> Facts:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
+    versions["megacore/watch"] = "installed" if megacore.has_ring("watch") else "none"  # its ranks meet at the start
     return {f"version of {name}": version for name, version in versions.items()}
 
 

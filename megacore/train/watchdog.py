@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, cast
 
 from megacore import has_ring
@@ -31,6 +33,8 @@ class Watchdog:
             leaves_if_hung: whether the process is the trainer's, which ends with a status of its own. A program of
                 one's own may handle the signal.
         """
+        if config.watch.hang_timeout_minutes and os.environ.get("RANK", "0") == "0":
+            _say_that_it_is_missing()
 
     def end(self) -> None:
         """The run is over on this rank."""
@@ -98,6 +102,11 @@ class Watchdog:
             first_step: steps done before this run.
         """
         return []
+
+
+@functools.cache
+def _say_that_it_is_missing() -> None:
+    print("megacore: note: megacore/watch is not installed: nothing ends a run that hangs", file=sys.stderr)
 
 
 @functools.cache

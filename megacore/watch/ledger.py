@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from megacore.parallel.heartbeat import AGREED, MESSAGES, Channel, Current, Phase, code_of
 from megacore.watch.operation_log import OperationLog
@@ -387,4 +387,4 @@ class Operation:
 
 def this_ledger() -> Ledger | None:
     """That of this process, if it is watched."""
-    return cast("Ledger | None", Current.heartbeat)
+    return Current.heartbeat if isinstance(Current.heartbeat, Ledger) else None

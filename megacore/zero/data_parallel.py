@@ -135,13 +135,18 @@ class DataParallel:
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
         used_by = [{bucket for number in numbers for bucket in self._needs[number]} for numbers in self._chunks]
         self._shared_by_chunks = [b for b in self.buckets if sum(b in used for used in used_by) > 1]
+        # Of each chunk, the buckets that its own backward reduces.
+        self._reduced_in_chunk = [
+            [bucket for bucket in buckets if bucket not in self._shared_by_chunks and not bucket.in_place]
+            for buckets in self._buckets_of_chunk
+        ]
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
-        self._computing: list[Bucket] = []  # whose gradients are being computed
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self._observer: GradientObserver | None = None
         self._dropped: dict[str, Tensor] = {}  # sums of products that an observer discards
+        self._shown: set[str] = set()  # whose sums an observer has seen
         self.segments = [local for bucket in reversed(self.buckets) for local in local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
         self._frozen = [run for run in self.runs if run.scale.frozen]
@@ -208,7 +213,8 @@ class DataParallel:
     # ---- around the layers
 
     def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
-        """layer(x), with the layer's parameters present in forward and backward.
+        """layer(x), with the layer's parameters present in forward and backward: below stage 3 they are, once what was
+        gathered after the last step has arrived.
 
         Args:
             chunk: number of the pipeline stage on this rank.
@@ -302,25 +308,20 @@ class DataParallel:
             all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
                 order instead of layer by layer.
         """
-        self._computing = [
-            bucket
-            for bucket in self._buckets_of_chunk[chunk]
-            if bucket not in self._shared_by_chunks and not bucket.in_place
-        ]
-        for bucket in self._computing:
+        buckets = self._reduced_in_chunk[chunk]
+        for bucket in buckets:
             bucket.begin_backward()
-        self._due = [bucket for bucket in self._computing if last or bucket.options.stage >= 2]
+        self._due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
         self.hold_parameters(chunk, all_weights=all_weights)
 
     def end_backward(self, chunk: int) -> None:
         """The backward of a microbatch through a chunk is done: begin the reductions that are still due, and release
         the chunk's parameters."""
         self._begin_reductions(-1)
-        self._computing = []
         self.release_parameters(chunk)
 
     def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
-        """Make a chunk's parameters ready for a backward.
+        """Stage 3: make a chunk's parameters ready for a backward.
 
         Args:
             chunk: number of the pipeline stage on this rank.
@@ -332,7 +333,7 @@ class DataParallel:
                 self._acquire(index)
 
     def release_parameters(self, chunk: int) -> None:
-        """A backward through a chunk is done."""
+        """Stage 3: a backward through a chunk is done."""
         if self.options.stage == 3:
             for index in self._chunks[chunk]:
                 self._release(index)
@@ -348,20 +349,19 @@ class DataParallel:
         if observer.discards:
             for parameter in self.parameters:
                 parameter.grad = None
-        # Nobody else asks when these arrive; what a product or a look-up adds is shown by `_SumInBucket`.
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_in_place)
-            for parameter in self.parameters
-            if self._bucket_of[parameter.spec.name].in_place and parameter.gradient_sum is None
-        ]
+        hooks = []
         self._observer = observer
         try:
+            for parameter in self.parameters:  # nobody else asks when these arrive
+                if self._bucket_of[parameter.spec.name].in_place and parameter.requires_grad:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient_in_place))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
             self._observer = None
             self._dropped.clear()
+            self._shown.clear()
             if observer.discards:
                 for parameter, gradient in zip(self.parameters, kept, strict=True):
                     parameter.grad = gradient
@@ -435,7 +435,10 @@ class DataParallel:
         self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
 
     def _on_gradient_in_place(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, ShardedParameter) and parameter.grad is not None
+        assert isinstance(parameter, ShardedParameter)
+        if parameter.spec.name in self._shown:
+            return  # a look-up has added it; whether torch calls hooks then depends on its version
+        assert parameter.grad is not None
         if self._is_only_seen(parameter.spec.name, parameter.grad):
             parameter.grad = None
 
@@ -550,6 +553,7 @@ class _SumInBucket:
         observer, dropped = self.data_parallel._observer, self.data_parallel._dropped
         if observer is not None:
             gradient = dropped.pop(self.name) if observer.discards else self.bucket.sum_of(self.name)[0]
+            self.data_parallel._shown.add(self.name)
             if self.data_parallel._is_only_seen(self.name, gradient):
                 return
         self.data_parallel._arrived(self.bucket, is_last=self.bucket.added(self.name))

@@ -117,7 +117,8 @@ def _save_instead_of_training() -> None:
     launch = importlib.import_module("megacore.train.launch")
     save_toml = importlib.import_module("megacore.config.cli").save_toml
     launch.launch = lambda config, program: save_toml(config, "config.toml") or 0  # type: ignore[attr-defined]
-    importlib.import_module("megacore.watch.start").begin_watch = lambda config, **_: None  # type: ignore[attr-defined]
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megacore.watch.start").begin_watch = lambda config, **_: None  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):  # a tree of another time has it elsewhere
         kind = importlib.import_module("megacore.parallel.host_memory").AvailableMemory
         free = kind(MEMORY, "MemAvailable of this machine")
