@@ -82,7 +82,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": _of("Qwen3", head_dim=16),
     "mixtral": _of("Mixtral", num_local_experts=4, sliding_window=7),
     "qwen2-moe": _of("Qwen2Moe", _EXPERTS, shared_expert_intermediate_size=40),
+    "qwen2-moe-windows": _of("Qwen2Moe", _EXPERTS, use_sliding_window=True, sliding_window=7, max_window_layers=2),
     "qwen3-moe": _of("Qwen3Moe", _EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-window": _of("Qwen3Moe", _EXPERTS, head_dim=16, use_sliding_window=True, sliding_window=7),
     "olmoe": _of("Olmoe", num_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5, clip_qkv=0.5),
     "deepseek-v2": _of(
         "DeepseekV2", _DEEPSEEK, q_lora_rank=None, v_head_dim=12, topk_method="group_limited_greedy",

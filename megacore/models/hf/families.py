@@ -32,7 +32,7 @@ _PARTS: Mapping[str, Callable[..., Part]] = {
     "greedy_groups_of_experts": experts.GreedyGroupsOfExperts,
     "groups_of_experts": experts.GroupsOfExperts,
     "heads_as_wide_as_hidden_size": experts.HeadsAsWideAsHiddenSize,
-    "last_layers_have_a_window": kinds_of_layers.LastLayersHaveAWindow,
+    "qwen_windows": kinds_of_layers.QwenWindows,
     "latent_attention": experts.LatentAttention,
     "layers_without_positions": kinds_of_layers.LayersWithoutPositions,
     "one_key_for_all_heads": decoders.OneKeyForAllHeads,

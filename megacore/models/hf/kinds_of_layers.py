@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
@@ -119,8 +119,16 @@ class WindowPattern:
         return {"layer_types": write_layer_types(config, full), "sliding_window": window}
 
 
-class LastLayersHaveAWindow:
-    """Qwen's: the layers from `max_window_layers` on have a window, if `use_sliding_window` is set."""
+@dataclass(frozen=True, kw_only=True)
+class QwenWindows:
+    """Qwen's: if `use_sliding_window` is set, some layers have a window.
+
+    Attributes:
+        layers: which ones, without `layer_types`: `last`, from `max_window_layers` on; `alternate`, each second one
+            before `max_window_layers`; `all`, and the family knows neither `layer_types` nor that number.
+    """
+
+    layers: Literal["last", "alternate", "all"] = "last"
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         layers, uses = ours["num_layers"], reader.get("use_sliding_window", False)
@@ -128,10 +136,9 @@ class LastLayersHaveAWindow:
         if type(uses) is not bool or type(first) is not int or not 0 < layers <= _MOST:
             reader.problem("use_sliding_window", "or max_window_layers is not of its type")
             return {}
-        kinds = read_layer_types(reader, layers)
+        kinds = None if self.layers == "all" else read_layer_types(reader, layers)
         if kinds is None:
-            slides = max(0, layers - max(first, 0)) if uses and window is not None else 0
-            kinds = FULL * (layers - slides) + WINDOW * slides
+            kinds = self._kinds(layers, max(first, 0)) if uses and window is not None else FULL * layers
         if WINDOW in kinds and (not uses or window is None):
             reader.problem(
                 "layer_types", "has sliding_attention, but use_sliding_window is false or sliding_window null"
@@ -141,9 +148,20 @@ class LastLayersHaveAWindow:
     def write(self, config: ResolvedModel) -> dict[str, Any]:
         uses = config.window_size is not None
         values: dict[str, Any] = {"use_sliding_window": uses, "sliding_window": config.window_size}
-        if config.attention_pattern is not None:
+        if self.layers == "all":
+            return values
+        if config.attention_pattern is not None or (uses and self.layers == "alternate"):
             return values | {"layer_types": write_layer_types(config)}
         return values | ({"max_window_layers": 0} if uses else {})
+
+    def _kinds(self, layers: int, bound: int) -> str:
+        """The letters of the layers where windows are used; `bound` is `max_window_layers`."""
+        if self.layers == "all":
+            return WINDOW * layers
+        if self.layers == "alternate":
+            return "".join(WINDOW if number % 2 == 0 and number < bound else FULL for number in range(layers))
+        slides = max(0, layers - bound)
+        return FULL * (layers - slides) + WINDOW * slides
 
 
 class LayersWithoutPositions:
