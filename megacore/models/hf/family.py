@@ -150,7 +150,11 @@ class Family:
         of_experts = {name: ours.pop(name) for name in field_infos(ExpertsConfig) if name in ours}
         config, experts = ModelConfig(**ours), ExpertsConfig(**of_experts)
         found = [*config.problems(), *experts.problems()]
-        problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in found]
+        problems = reader.problems or list(
+            dict.fromkeys(
+                f"{where}: {self._in_its_words(one, values)}" for one in found
+            )  # two fields may be one of theirs
+        )
         positions = config.max_position_embeddings
         if not problems and positions is not None and config.vocab_size is not None:
             model = config.resolve(seq_length=positions, experts=experts.resolve(config.inner_size))
