@@ -56,7 +56,7 @@ class DataConfig(Section):
     """GPT-2's merges.txt, where --tokenizer is GPT-2's vocab.json. Default: the file beside vocab.json whose name has
     merges.txt instead."""
     seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Tokens in a sample."""
+    """Tokens in each sample."""
     mock_data: bool = False
     """Trains on generated tokens instead of a dataset. Needs --vocab-size or --tokenizer."""
     num_workers: Annotated[int, Range(0, 64)] = 0

@@ -192,7 +192,7 @@ class SGDConfig(OptimizerSettings):
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
     """Momentum of --optimizer sgd. 0: none."""
     sgd_nesterov: bool = False
-    """Nesterov's momentum."""
+    """Use Nesterov's momentum."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
@@ -304,7 +304,7 @@ class MuonConfig(OptimizerSettings):
     muon_momentum: Annotated[float, Range(0, below=1)] = 0.95
     """Decay rate of Muon's momentum."""
     muon_nesterov: Annotated[bool, Flag(("--muon-use-nesterov",))] = True
-    """Nesterov's momentum."""
+    """Use Nesterov's momentum."""
     muon_num_ns_steps: Annotated[int, Range(1, 99)] = 5
     """Newton-Schulz steps that make the momentum of a matrix orthogonal."""
     muon_ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
