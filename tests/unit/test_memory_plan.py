@@ -205,9 +205,6 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
     assert host_problem(config, outline(config), memory=AvailableMemory(needed - 1, "")) is not None
 
 
-# ---- formulas --------------------------------------------------------------------------------------------------------
-
-
 # ---- how much there is -----------------------------------------------------------------------------------------------
 
 
