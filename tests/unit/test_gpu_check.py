@@ -123,4 +123,3 @@ def test_training_is_measured_beside_its_formulas(trained: Path) -> None:
     attention, head = length / (6 * h), vocabulary / (12 * layers * h)
     assert found["tflops_full"] == pytest.approx(base * (1 + attention + head), rel=1e-9)
     assert found["tflops_causal"] == pytest.approx(base * (1 + attention / 2 + head), rel=1e-9)
-

@@ -229,4 +229,3 @@ def test_a_plan_of_a_file_needs_no_data_and_no_number_of_steps(
         (tmp_path / f"corpus.{ending}").touch()
     file.write_text(f"[model]\npreset = 'gpt2-small'\n[data]\ntrain_data_path = ['{tmp_path}/corpus']\n")
     assert of_file == planned(capsys, f"pretrain_gpt.py --config {file} --cluster h100")
-
