@@ -151,22 +151,22 @@ def _head(results: Results) -> str:
         for row in results.rows
         if (ours := results.row("megacore", row.layout)) is not None and row is not ours
     ]
-    same = f" The losses of all frameworks agree within {max(apart):.0e} (relative) over all steps." if apart else ""
+    same = f" Their losses agree within {max(apart):.0e} (relative)." if apart else ""
     model = (
         f"GPT-2 with {s.layers} layers, hidden size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, "
         f"an untied head and no dropout ({s.parameters / 1e6:.1f}M parameters)"
     )
     return (
         f"Measured on {results.date}: {results.machine}, {versions}. {model}; {s.batch} sequences = {s.tokens:,} "
-        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. Every rank is a process with one "
-        "thread. All frameworks start from the same weights, read the same tokens and cut pipelines at the same "
-        f"layers, and their rounds alternate.{same}"
+        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. All frameworks have the same initial "
+        f"weights, tokens and stages.{same}"
     )
 
 
 def _figures(results: Results) -> str:
     sides = results.sides()
     rows = []
+    shares = []
     for layout in results.layouts():
         ours = results.row("megacore", layout)
         if ours is None:
@@ -174,16 +174,19 @@ def _figures(results: Results) -> str:
         found = [results.row(side, layout) for side in sides]
         cells = [NAMES[layout.kind], degrees(layout), f"{ours.tokens_per_second(results.sizes):,.0f}"]
         cells += ["" if row is None else f"{ratio(ours, row):.2f}" for row in found[1:]]
-        cells.append(f"{ours.flops_per_second(results.sizes) / ours.limit:.0%}")
+        shares.append(ours.flops_per_second(results.sizes) / ours.limit)
         cells += ["" if row is None else f"{row.peak / MIB:,.0f}" for row in found]
         rows.append(cells)
     text = (
-        "megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above 1 "
-        "megacore is faster). The share is that of megacore's model FLOP/s in what large matrix products reach on as "
-        "many processes at the same time. MiB: the peak of the fullest rank, without what its process had before the "
-        "model (Python, the framework and its libraries)."
+        "megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds). MiB: the "
+        "peak of the fullest rank, without what its process had before the model."
     )
-    head = ["", "ranks", "tokens/s", *(f"/ {LABELS[side]}" for side in sides[1:]), "share of products"]
+    if shares:
+        text += (
+            f" megacore's model FLOP/s are {min(shares):.0%} to {max(shares):.0%} of those of large matrix products on "
+            "as many processes."
+        )
+    head = ["", "ranks", "tokens/s", *(f"/ {LABELS[side]}" for side in sides[1:])]
     return f"{text}\n\n{table([*head, *(f'MiB, {LABELS[side]}' for side in sides)], rows)}"
 
 
@@ -196,14 +199,13 @@ def _largest(results: Results) -> str:
     for layout in dict.fromkeys(one.layout for one in results.largest):
         found = {one.side: one for one in results.largest if one.layout == layout}
         cells = [
-            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers} layers)" if side in found else ""
-            for side in sides
+            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers})" if side in found else "" for side in sides
         ]
         rows.append([NAMES[layout.kind], degrees(layout), *cells])
     text = (
-        f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB, counted alike: hidden "
+        f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB in two steps: hidden "
         f"size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences per step, and as many "
-        "layers as fit. Each was trained for two steps."
+        "layers (in brackets) as fit."
     )
     return f"{text}\n\n{table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
 
@@ -213,10 +215,10 @@ def _notes(results: Results) -> str:
     for row in results.rows:
         if row.side == "torch" and row.layout.ranks > 1:
             names.setdefault(row.implementation.removeprefix("torch: "), []).append(NAMES[row.layout.kind])
-    lines = [f"- {', '.join(dict.fromkeys(kinds))}: {name}" for name, kinds in names.items()]
-    parts = ["What of torch is measured:\n\n" + "\n".join(lines)] if lines else []
+    lines = [f"- {'; '.join(dict.fromkeys(kinds))}: {name}" for name, kinds in names.items()]
+    parts = ["Parts of torch:\n\n" + "\n".join(lines)] if lines else []
     if results.missing:
-        parts.append(f"Not measured (in brackets: on so many ranks):\n\n{_missing(results.missing)}")
+        parts.append(f"Not measured (numbers of ranks in brackets):\n\n{_missing(results.missing)}")
     return "\n\n".join(parts)
 
 
