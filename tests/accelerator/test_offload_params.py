@@ -95,7 +95,7 @@ def both(
     for number, (layout, changes) in enumerate(cases):
         outcomes = []
         for where in ({}, HOST):
-            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 2, "device": device}
+            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 3, "device": device}
             config = make_config(layout, f"{directory}/{number}{len(where)}", **(common | changes | where))
             if config.training.reproducible:
                 compute_reproducibly()
