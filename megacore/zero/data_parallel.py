@@ -321,22 +321,20 @@ class DataParallel:
         self.release_parameters(chunk)
 
     def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
-        """Stage 3: make a chunk's parameters ready for a backward.
+        """Make a chunk's parameters ready for a backward, or for a forward that does not go through `run_layer`.
 
         Args:
             chunk: number of the pipeline stage on this rank.
             all_weights: whether backward needs all of them at once; else it gets them layer by layer.
         """
         self._by_layer = not all_weights
-        if self.options.stage == 3 and all_weights:
-            for index in self._chunks[chunk]:
-                self._acquire(index)
+        for index in self._chunks[chunk] if all_weights else ():
+            self._acquire(index)
 
     def release_parameters(self, chunk: int) -> None:
-        """Stage 3: a backward through a chunk is done."""
-        if self.options.stage == 3:
-            for index in self._chunks[chunk]:
-                self._release(index)
+        """What `hold_parameters` was for is done."""
+        for index in self._chunks[chunk]:
+            self._release(index)
 
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
