@@ -149,7 +149,7 @@ def test_a_loop_for_deepspeed_equals_plain_torch() -> None:
     assert_equal(on_rank(0, 1, 0, None), plain(1))
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_replicas_and_zero_stages_equal_plain_torch_also_after_a_resume(zero: int, tmp_path: Path) -> None:
     results = run_distributed(on_rank, 2, zero, str(tmp_path))
     for result in results:
