@@ -141,3 +141,9 @@ def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, size
     buckets = assign_buckets(parameters, {"replicas": limit})
     assert [len(bucket) for bucket in buckets] == sizes
     assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
+
+
+def test_the_mean_loss_has_the_count_of_each_sum() -> None:
+    """As of BERT's two losses, whose counts differ."""
+    sums, per_count = torch.tensor([6.0, 4.0]), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    assert totals([], Mesh(device=torch.device("cpu")), loss=sums, per_count=per_count).mean == 4.0
