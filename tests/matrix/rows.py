@@ -342,6 +342,7 @@ EXPERTS = [
     Row("experts-etp1", "sigmoid", {}, ["tp2 dp2 ep4 etp1 sp z1"], WEIGHTS),
     Row("experts-pp", "softmax", {}, ["pp2 dp2 ep2 z2 zb recompute=full"], WEIGHTS),
     Row("experts-cp", "limited", {}, ["tp2 cp2 ep4 etp1 sp"], WEIGHTS),
+    Row("experts-cp-losses", "softmax", {"num_layers": 2}, ["cp2 ep2"], WEIGHTS),  # of sequences that ranks divide
     Row("experts-gelu", "gelu", {}, ["tp2 dp2 ep2 z3", "tp2 dp2 ep2 z3 recompute=light"], WEIGHTS, slow=True),
     Row("experts-bias", "bias", {}, ["dp4 ep2 z1 recompute=full", "tp2 dp2 ep4 etp1 sp", "pp2 dp2 ep2 z2 replay_interval=1"], WEIGHTS, slow=True),
     Row("experts-softmax", "softmax", {}, ["dp4 ep4 z1", "tp4 ep4 etp1 sp", "pp2 cp2 ep2 cp_comm=allgather zb", "pp2 dp2 ep2 z2 zb"], WEIGHTS, slow=True),

@@ -1,7 +1,9 @@
-"""The process groups of a job: how long they wait, how many there are, and on which devices their ranks may be."""
+"""The process groups of a job: how long they wait, how many there are, in which order ranks share numbers, and on
+which devices their ranks may be."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -17,11 +19,11 @@ import torch.distributed as dist
 from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
 from megacore.parallel import mesh
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_reduce_, rows_of_ranks
 from megacore.parallel.mesh import agree_on_devices, build_mesh, join_job, leave, select_device
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.parity.runs import make_config
+from tests.parity.runs import Layout, make_config
 
 
 def timeouts(rank: int, world_size: int) -> list[timedelta]:
@@ -59,6 +61,22 @@ def groups_made(rank: int, world_size: int) -> list[tuple[int, ...]]:
 
 def test_a_rank_makes_no_groups_but_its_own() -> None:
     assert run_distributed(groups_made, 4) == [[(0, 2), (0, 1)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(1, 3), (2, 3)]]
+
+
+def row(rank: int) -> list[float]:
+    return [10.0 * rank, math.inf if rank == 1 else -rank / 3]
+
+
+def rows_gathered(rank: int, world_size: int, layout: Layout) -> list[list[float]]:
+    rows: list[list[float]] = rows_of_ranks(row(rank), build_mesh(make_config(layout, "unused").parallel)).tolist()
+    return rows
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
+def test_rows_of_all_ranks_are_in_the_order_of_the_ranks(layout: Layout) -> None:
+    """Also where the groups that gather them one after the other give another order."""
+    ranks = math.prod(layout)
+    assert run_distributed(rows_gathered, ranks, layout) == [[row(rank) for rank in range(ranks)]] * ranks
 
 
 @pytest.fixture

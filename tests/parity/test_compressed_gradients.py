@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import AdamWConfig, OneBitAdamConfig, OneBitLambConfig
+from megacore.config import AdamWConfig, OneBitAdamConfig, OneBitLambConfig, ResolvedConfig
 from megacore.data.gpt.mock import MockDataset
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.optim.update import counted_segments, totals
 from megacore.parallel.collectives import all_reduced
-from megacore.parallel.mesh import build_mesh
+from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.options import ZeroOptions
@@ -71,24 +72,50 @@ class Parameters(torch.nn.Module):
             self.register_parameter(f"p{number}", ShardedParameter(value.float(), spec))
 
 
-def updated(rank: int, ranks: int, name: str) -> Weights:
-    """The weights after megacore's updates; the gradient of the whole batch is the mean over the workers."""
+def made(name: str, ranks: int) -> tuple[DataParallel, Mesh, ResolvedConfig]:
+    """The layer on each rank of a data-parallel group."""
     config = make_config((1, 1, ranks), "output", optimizer=name, onebit_freeze_step=FREEZE, micro_batch_size=1)
     mesh, options = build_mesh(config.parallel), ZeroOptions(optimizer=SETTINGS[name])
-    data_parallel = DataParallel([[Parameters()]], mesh, options=options, bucket_bytes=1 << 20)
+    return DataParallel([[Parameters()]], mesh, options=options, bucket_bytes=1 << 20), mesh, config
+
+
+def backward(data_parallel: DataParallel, step: int, rank: int, ranks: int, *, sums_gradients: bool) -> None:
+    """The gradient of the whole batch is the mean over the workers."""
+    data_parallel.begin_step(1.0, sums_gradients=sums_gradients)
+    data_parallel.begin_backward(0, last=True, all_weights=True)
+    gradients = drawn(step, rank + 1)
+    products = [(p * (gradients[p.spec.name] / ranks).float()).sum() for p in data_parallel.parameters]
+    torch.stack(products).sum().backward()
+    data_parallel.end_backward(0)
+    data_parallel.finish()
+
+
+def norm(rank: int, ranks: int, sums_gradients: bool) -> float:
+    data_parallel, mesh, _ = made("onebitadam", ranks)
+    backward(data_parallel, 1, rank, ranks, sums_gradients=sums_gradients)
+    return float(totals(counted_segments(data_parallel.segments, mesh), mesh).norm)
+
+
+@pytest.mark.parametrize(("sums_gradients", "workers"), [(True, 2), (False, 2), (False, 1)])
+def test_the_norm_is_that_of_the_sum_or_of_each_workers_own_gradient(sums_gradients: bool, workers: int) -> None:
+    """Where nothing sums them: the root of the mean of their squares, each as if the worker's samples were all."""
+    each = [torch.cat([tensor.view(-1) for tensor in drawn(1, worker + 1).values()]) for worker in range(workers)]
+    stacked = torch.stack(each)
+    expected = stacked.mean(0).norm() if sums_gradients else stacked.square().sum(1).mean().sqrt()
+    found = run_distributed(norm, workers, sums_gradients)
+    assert found == pytest.approx([float(expected)] * workers, rel=1e-6)
+
+
+def updated(rank: int, ranks: int, name: str) -> Weights:
+    """The weights after megacore's updates."""
+    data_parallel, mesh, config = made(name, ranks)
     adam = AdamWConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
     optimizer = OPTIMIZER_CLASSES[type(SETTINGS[name])](
         data_parallel.runs, SETTINGS[name], weight_decay=DECAY, adam=adam
     )
     optimizer.attach(data_parallel.segments, mesh, config)
     for step in range(1, STEPS + 1):
-        data_parallel.begin_step(1.0, sums_gradients=optimizer.begin_step(step - 1))
-        data_parallel.begin_backward(0, last=True, all_weights=True)
-        gradients = drawn(step, rank + 1)
-        products = [(p * (gradients[p.spec.name] / ranks).float()).sum() for p in data_parallel.parameters]
-        torch.stack(products).sum().backward()
-        data_parallel.end_backward(0)
-        data_parallel.finish()
+        backward(data_parallel, step, rank, ranks, sums_gradients=optimizer.begin_step(step - 1))
         with torch.no_grad():
             for bucket in data_parallel.in_order_of_use():
                 runs = data_parallel.runs_of(bucket)
