@@ -103,7 +103,6 @@ lint: setup-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	@$(RUN) -m tests.unit.architecture_rules
 
 format: setup-dev
 	$(RUN) -m ruff check --fix .

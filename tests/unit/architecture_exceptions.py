@@ -76,5 +76,3 @@ CUDA_NAMES = {
 # Who may load a pickle: with torch's restricted loader (weights_only=True), or with an unpickler that makes only what
 # it is told to.
 PICKLE_READERS = {"megacore/convert/pickled.py"}
-# Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
-SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")

@@ -12,21 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from tests.unit.architecture_exceptions import (
-    CUDA_NAMES,
-    DEGREES_BY_NAME,
-    DEVICE_SEAM,
-    DISTRIBUTED,
-    FILE_REPLACERS,
-    FILES,
-    KERNEL_USERS,
-    LATE_IMPORTS,
-    PICKLE_READERS,
-    SCHEMAS,
-    TORCH_IN_DATA,
-)
+from tests.unit import architecture_exceptions as exceptions
 
 # Downwards only: a group may import the groups of the lines above it, and itself, but no other group of its own line.
 ORDER = (
@@ -52,19 +40,10 @@ LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
 POINT_TO_POINT = {
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "P2POp",
-    "batch_isend_irecv",
-    "send_object_list",
-    "recv_object_list",
-}
+    "send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv", "send_object_list", "recv_object_list",
+}  # fmt: skip
 COLLECTIVES = re.compile(r"all_|reduce|gather|scatter|broadcast|barrier|monitored_barrier")
 MESH_COLLECTIVES = {"barrier"}  # before the groups are destroyed
-
-MAX_FILE, MAX_FUNCTION, MAX_SCRIPT, MAX_POSITIONAL = 350, 60, 99, 5
 
 
 @dataclass(frozen=True)
@@ -215,7 +194,7 @@ def late_imports(sources: Iterable[Source]) -> list[str]:
         for source in sources
         if source.is_ours and source.group != "scripts"
         for item in source.imports
-        if item.late and not any((source.path, name) in LATE_IMPORTS for name in _prefixes(item.module))
+        if item.late and not any((source.path, name) in exceptions.LATE_IMPORTS for name in _prefixes(item.module))
     }
     return sorted(found)
 
@@ -239,58 +218,47 @@ def early_torch(sources: Iterable[Source]) -> list[str]:
         return next((path for near in graph[name] - seen if (path := reaches(near, seen))), None)
 
     groups = ("scripts", "config", "plan", "watch", "data")
-    checked = [s for s in sources if s.group in groups and s.path not in TORCH_IN_DATA]
+    checked = [s for s in sources if s.group in groups and s.path not in exceptions.TORCH_IN_DATA]
     return [f"{s.path} loads torch, through {path}" for s in checked if (path := reaches(s.module, set()))]
 
 
 def stray_communication(sources: Iterable[Source]) -> list[str]:
-    """torch.distributed outside its three files, or in the wrong one of them."""
+    """torch.distributed outside its files, or in the wrong one of them."""
     found = []
     for source in sources:
+        role = exceptions.DISTRIBUTED.get(source.path)
         if not source.is_ours:
             continue
-        role = DISTRIBUTED.get(source.path)
         if role is None:
             found += [
-                f"{source.path}:{item.line} imports {item.module}: it belongs to {', '.join(DISTRIBUTED)}"
+                f"{source.path}:{item.line} imports {item.module}: it belongs to {', '.join(exceptions.DISTRIBUTED)}"
                 for item in source.imports
                 if item.module.startswith("torch.distributed") and not item.typing
             ]
         for node in source.nodes:
-            name = _distributed_name(node)
-            if name and (wrong := _misplaced(name, role, source.path)):
-                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} {wrong}")
+            if not isinstance(node, ast.Attribute) or dotted(node.value) not in ("dist", "torch.distributed"):
+                continue
+            is_barrier = source.path == exceptions.DEVICE_SEAM and node.attr in MESH_COLLECTIVES
+            if node.attr in POINT_TO_POINT:
+                if role != "point-to-point":
+                    found.append(f"{source.path}:{node.lineno} calls {node.attr}: it belongs to pipeline/transport.py")
+            elif COLLECTIVES.match(node.attr) and role != "collectives" and not is_barrier:
+                found.append(f"{source.path}:{node.lineno} calls {node.attr}: it belongs to parallel/collectives.py")
     return sorted(set(found))
-
-
-def _distributed_name(node: ast.AST) -> str | None:
-    """The x of `dist.x` or `torch.distributed.x`."""
-    if isinstance(node, ast.Attribute) and dotted(node.value) in ("dist", "torch.distributed"):
-        return node.attr
-    return None
-
-
-def _misplaced(name: str, role: str | None, path: str) -> str | None:
-    if name in POINT_TO_POINT and role != "point-to-point":
-        return f"calls {name}: point-to-point belongs to pipeline/transport.py"
-    allowed = role == "collectives" or (path == DEVICE_SEAM and name in MESH_COLLECTIVES)
-    if COLLECTIVES.match(name) and name not in POINT_TO_POINT and not allowed:
-        return f"calls {name}: collectives belong to parallel/collectives.py"
-    return None
 
 
 def cuda_by_name(sources: Iterable[Source]) -> list[str]:
     """`torch.cuda`, `.cuda()` and the string "cuda" outside the one seam for the device."""
     found = []
     for source in sources:
-        if not source.is_ours or source.path == DEVICE_SEAM or source.path in CUDA_NAMES:
+        if not source.is_ours or source.path == exceptions.DEVICE_SEAM or source.path in exceptions.CUDA_NAMES:
             continue
         for node in source.nodes:
             text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
             if (isinstance(node, ast.Attribute) and node.attr == "cuda") or (
                 text and re.fullmatch(r"cuda(:\d*)?", text)
             ):
-                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {DEVICE_SEAM}")
+                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {exceptions.DEVICE_SEAM}")
     return found
 
 
@@ -299,7 +267,7 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
     return [
         f"{source.path}:{node.lineno} reads .dp: use ranks_of_role, or microbatches of the configuration"
         for source in sources
-        if source.path.startswith("megacore/") and source.path not in DEGREES_BY_NAME
+        if source.path.startswith("megacore/") and source.path not in exceptions.DEGREES_BY_NAME
         for node in source.nodes
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
@@ -309,11 +277,15 @@ def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
     """Locks and atomic writes outside the one module that has them."""
     found = []
     for source in sources:
-        if not source.path.startswith("megacore/") or source.path in FILE_REPLACERS:
+        if not source.path.startswith("megacore/") or source.path in exceptions.FILE_REPLACERS:
             continue
-        found += [f"{source.path}:{i.line} imports fcntl: use {FILES}" for i in source.imports if i.module == "fcntl"]
         found += [
-            f"{source.path}:{node.lineno} calls os.replace: use replacing of {FILES}"
+            f"{source.path}:{i.line} imports fcntl: use {exceptions.FILES}"
+            for i in source.imports
+            if i.module == "fcntl"
+        ]
+        found += [
+            f"{source.path}:{node.lineno} calls os.replace: use replacing of {exceptions.FILES}"
             for node in source.nodes
             if isinstance(node, ast.Attribute) and dotted(node) == "os.replace"
         ]
@@ -327,10 +299,10 @@ def pickles(sources: Iterable[Source]) -> list[str]:
         if not source.is_ours:
             continue
         modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-        modules -= {"pickle"} if source.path in PICKLE_READERS else set()
+        modules -= {"pickle"} if source.path in exceptions.PICKLE_READERS else set()
         found += [f"{source.path}:{i.line} imports {i.module}" for i in source.imports if i.module in modules]
         for node in source.nodes:
-            if source.path not in PICKLE_READERS and (text := dotted(node)) in ("torch.load", "torch.save"):
+            if source.path not in exceptions.PICKLE_READERS and (text := dotted(node)) in ("torch.load", "torch.save"):
                 found.append(f"{source.path}:{getattr(node, 'lineno', 0)} uses {text}, which is a pickle")
             if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":
                 found.append(f"{source.path}:{node.value.lineno} lets torch.load run what a pickle says")
@@ -339,41 +311,12 @@ def pickles(sources: Iterable[Source]) -> list[str]:
     return found
 
 
-def _functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def oversized(sources: Iterable[Source]) -> list[str]:
-    """Files, functions, entry points and parameter lists past their limits: advice, which `make lint` prints."""
-    found = []
-    for source in sources:
-        lines = len(source.text.splitlines())
-        limit = MAX_SCRIPT if source.path.startswith("pretrain_") else MAX_FILE
-        if lines > limit:
-            found.append(f"{source.path} has {lines} lines, more than {limit}")
-        for function in _functions(source):
-            length = (function.end_lineno or 0) - function.lineno + 1
-            if length > MAX_FUNCTION:
-                found.append(
-                    f"{source.path}:{function.lineno} {function.name} has {length} lines (limit {MAX_FUNCTION})"
-                )
-            names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-            count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
-            if source.is_ours and count > MAX_POSITIONAL and not _is_schema(function):
-                found.append(f"{source.path}:{function.lineno} {function.name} takes {count} positional parameters")
-    return found
-
-
-def _is_schema(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(name in ast.unparse(decorator) for decorator in function.decorator_list for name in SCHEMAS)
-
-
 def stray_kernels(sources: Iterable[Source]) -> list[str]:
     """Imports of kernels by others than operators; whether Triton is there, anyone may ask."""
     return [
         f"{source.path}:{item.line} imports {item.module}: call the operator of megacore.ops"
         for source in sources
-        if source.is_ours and source.group not in ("kernels", "ops") and source.path not in KERNEL_USERS
+        if source.is_ours and source.group not in ("kernels", "ops") and source.path not in exceptions.KERNEL_USERS
         for item in source.imports
         if item.module.startswith("megacore.kernels.") and not item.module.startswith("megacore.kernels.availability")
     ]
@@ -409,11 +352,3 @@ def _untyped(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
     if node.returns is None:
         missing.append("its result")
     return [f"{node.lineno} {node.name} does not annotate {', '.join(missing)}"] if missing else []
-
-
-if __name__ == "__main__":
-    files = sorted(Path().glob("pretrain_*.py")) + sorted(
-        file for folder in FOLDERS for file in Path(folder).rglob("*.py")
-    )
-    for line in oversized(Source(file.as_posix(), file.read_text(encoding="utf-8")) for file in files):
-        print(f"advice: {line}")

@@ -9,12 +9,14 @@ import enum
 import os
 import pickle
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import time
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,7 +263,6 @@ def to_megatron(source: Path, target: Path, kind: str = "megatron", **flags: Any
         (LLAMA, {"tp": 2, "pp": 2}),
         (dataclasses.replace(LLAMA, activation="gelu", untie_embeddings_and_output_weights=False), {"tp": 2, "pp": 4}),
     ],
-    ids=str,
 )
 def test_what_is_written_for_megatron_comes_back(config: ResolvedModel, flags: dict[str, Any], tmp_path: Path) -> None:
     values = checkpoint_of(config, tmp_path / "ours")
@@ -351,30 +352,94 @@ def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str)
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("place", ["args", "model", "optimizer", "whole"])
-def test_a_pickle_that_runs_something_is_refused(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    marker = tmp_path / "marker"
-    harm: Any = Payload(marker)
-    made = state({"model": {"language_model": {}}}, 3.0)
-    if place == "args":
-        made["args"].harm = harm
-    else:
-        made = harm if place == "whole" else made | {place: {"harm": harm}}
-    save(tmp_path / "megatron", 0, None, made)
-    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
-    assert "holds more than tensors and flags" in said
-    assert "mkdir" in said
-    assert not marker.exists()
+FILE = "mp_rank_00/model_optim_rng.pt"
+Harm = Callable[[Path], object]  # makes a checkpoint that is refused
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}", b"garbage" * 100], ids=repr)
-def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "megatron" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
-    assert "mp_rank_00/model_optim_rng.pt" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+def holds(model: dict[str, Any]) -> Harm:
+    return lambda path: save(path, 0, None, state({"model": model}, 3.0))
+
+
+def runs_something(place: str) -> Harm:
+    def write(path: Path) -> None:
+        harm: Any = Payload(path.parent / "marker")
+        made: Any = state({"model": {"language_model": {}}}, 3.0, **({"harm": harm} if place == "args" else {}))
+        made |= {} if place == "args" else {place: {"harm": harm}}
+        save(path, 0, None, harm if place == "whole" else made)
+
+    return write
+
+
+def is_file(content: bytes) -> Harm:
+    def write(path: Path) -> None:
+        (path / FILE).parent.mkdir(parents=True)
+        (path / FILE).write_bytes(content)
+
+    return write
+
+
+def table(depth: int, *names: str) -> dict[str, Any]:
+    """A tensor in a table in a table ..., which each has by all of these names: in a small file."""
+    made: dict[str, Any] = {"weight": torch.ones(2)}
+    for _ in range(depth):
+        made = dict.fromkeys(names, made)
+    return made
+
+
+def compressed(path: Path) -> None:
+    """torch would unpack it into memory, a thousand bytes for each one of the file."""
+    holds({"w": torch.zeros(1 << 18)})(path)
+    with zipfile.ZipFile(path / FILE) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path / FILE, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+
+
+def in_file(change: Callable[[dict[str, Any]], object], folder: str = "mp_rank_00", **layout: int) -> Harm:
+    return lambda path: changed(write_legacy(path, tensors_of(GPT), **layout), change, folder)
+
+
+def says(**changes: Any) -> Harm:
+    """Flags that do not fit."""
+    return in_file(lambda made: vars(made["args"]).update(changes))
+
+
+def of_rank_1(name: str, make: Callable[[Tensor], Tensor]) -> Harm:
+    def change(made: dict[str, Any]) -> None:
+        encoder = made["model"]["language_model"]["encoder"]
+        encoder[name] = make(encoder[name])
+
+    return in_file(change, "mp_rank_01", tp=2)
+
+
+def without(path: Path) -> Path:
+    """Of four ranks the last one's folder, to be emptied."""
+    return write_legacy(path, tensors_of(GPT), tp=2, pp=2) / "mp_rank_01_001"
+
+
+def newest(said: str) -> Harm:
+    return lambda path: (write_legacy(path, tensors_of(GPT)) / "latest_checkpointed_iteration.txt").write_text(said)
+
+
+def pickled(data: bytes, form: str, size: int = 0) -> Harm:
+    """A file of torch with this pickle in it, which may be sparse: of many zeros."""
+
+    def write(path: Path) -> None:
+        (path / FILE).parent.mkdir(parents=True)
+        if form == "zip":
+            writer = torch._C.PyTorchFileWriter(str(path / FILE))
+            writer.write_record("data.pkl", data, len(data))
+            writer.write_end_of_file()
+        elif form == "old":
+            torch.save({}, path / FILE, _use_new_zipfile_serialization=False)
+            before, _, after = (path / FILE).read_bytes().partition(pickle.dumps({}, 2))
+            (path / FILE).write_bytes(before + data + (b"" if size else after))
+            os.truncate(path / FILE, max(size, (path / FILE).stat().st_size))
+        else:
+            (path / ".metadata").write_bytes(data)
+
+    return write
 
 
 def get(number: int) -> bytes:
@@ -387,6 +452,7 @@ def put(number: int) -> bytes:
     return b"q" + bytes([number])
 
 
+# Pickles that take much more than their size; each is refused before it is built.
 BOMBS = {
     # Each tuple has the one before twice, and the last is a key: 2**60 steps to its hash.
     b"}(K\x01" + put(0) + b"".join(get(i) + b"\x86" + put(i + 1) for i in range(60)) + b"K\x01u.": "repeat or copy",
@@ -400,157 +466,64 @@ BOMBS = {
     b"]q\0h\0a.": "changes a value that is complete",
     b"\x8b\0\0\x10\0" + b"\1" * (1 << 20) + b".": "LONG4",
 }  # fmt: skip
+FULL = {b"X\xff\xff\xff\xff": "more than 1,073,741,824", b"c": "a line of more than 1,048,576"}
+PLACES = ("args", "model", "optimizer", "whole")
+REFUSED: list[tuple[Harm, str]] = [
+    *((runs_something(place), "holds more than tensors and flags") for place in PLACES),
+    *((runs_something(place), "mkdir") for place in PLACES),
+    *((is_file(content), FILE) for content in (b"", b"PK\x03\x04", b"\x80\x02}", b"garbage" * 100)),
+    *((pickled(b"\x80\2" + beginning, "old", 5 << 30), said) for beginning, said in FULL.items()),
+    (holds(table(300, "a")), "nested too deep"),
+    (holds(table(4, "a", "b")), "one is there twice"),
+    (holds(table(20, "a", "b")), "repeat or copy"),
+    (holds({"wide": torch.ones(1).expand(1 << 20)}), "but its tensors would take 4,194,320"),
+    (compressed, "its archive is compressed"),
+    (says(num_experts=8), "experts have no biases in megacore"),
+    (says(position_embedding_type="yarn"), "position_embedding_type is 'yarn'"),
+    (says(no_rope_freq=4), "no_rope_freq is '4'"),
+    (says(enable_hyper_connections=True), "enable_hyper_connections is 'True'"),
+    (says(spec=["my.specs", "mine"]), "spec is"),
+    (says(position_embedding_type="rope", rotary_base="x"), "rotary_base is 'x', not a number"),
+    (says(hidden_size=10**400), "is not a finite number"),
+    (says(num_layers="4"), "num_layers is '4', not a int"),
+    (says(tensor_model_parallel_size=2), "its tensor_model_parallel_size is 2"),
+    (says(hidden_size=32, kv_channels=8), "but its args make it"),
+    (says(num_layers=3), "has blocks.3"),
+    (says(num_layers=5), "lacks blocks.4"),
+    (lambda path: (without(path) / "model_optim_rng.pt").unlink(), "model_optim_rng.pt is missing"),
+    (lambda path: shutil.rmtree(without(path)), "lacks the file of tensor rank 1, pipeline rank 1"),
+    (newest("../../etc"), "says '../../etc', not a number"),
+    (of_rank_1("layers.2.input_layernorm.bias", lambda x: x + 1e-6), "copies of blocks.2.attention_norm.bias"),
+    (
+        of_rank_1("layers.1.mlp.dense_h_to_4h.weight", lambda x: x[:, :-1]),
+        "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("form", "bomb"),
-    # By default every kind of file and every pickle; all of them together are slow.
+    ("harm", "said", "kind"),
     [
-        pytest.param(form, bomb, id=f"{form} {number}", marks=[pytest.mark.slow] * (number % 3 != kind))
-        for kind, form in enumerate(("zip", "old", "index"))
-        for number, bomb in enumerate(BOMBS)
-    ],
-)
-def test_a_pickle_that_takes_much_more_than_its_size_is_refused_before_it_is_built(
-    bomb: bytes, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, path = b"\x80\2" + bomb, tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
-    path.parent.mkdir(parents=True)
-    if form == "zip":
-        writer = torch._C.PyTorchFileWriter(str(path))
-        writer.write_record("data.pkl", data, len(data))
-        writer.write_end_of_file()
-    elif form == "old":
-        torch.save({}, path, _use_new_zipfile_serialization=False)
-        path.write_bytes(path.read_bytes().replace(pickle.dumps({}, 2), data))
-    else:
-        (tmp_path / "in" / ".metadata").write_bytes(data)
-    started = time.monotonic()
-    flags = words(input=tmp_path / "in", output=tmp_path / "out")
-    assert convert([*flags, "--from", "dcp" if form == "index" else "megatron", "--to", "megacore"]) == 2
-    assert BOMBS[bomb] in capsys.readouterr().err
-    assert time.monotonic() - started < patience(2)
-
-
-@pytest.mark.parametrize(
-    ("beginning", "problem"),
-    [(b"\x80\2X\xff\xff\xff\xff", "more than 1,073,741,824"), (b"\x80\2c", "a line of more than 1,048,576")],
-)
-def test_a_text_that_a_sparse_file_is_full_of_is_not_read(
-    beginning: bytes, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "in" / "mp_rank_00" / "model_optim_rng.pt"
-    path.parent.mkdir(parents=True)
-    torch.save({}, path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes().partition(pickle.dumps({}, 2))[0] + beginning)
-    os.truncate(path, 5 << 30)
-    started = time.monotonic()
-    assert problem in refused(tmp_path / "in", tmp_path / "out", capsys)
-    assert time.monotonic() - started < patience(2)
-
-
-def nested(depth: int) -> dict[str, Any]:
-    table: dict[str, Any] = {"weight": torch.ones(2)}
-    for _ in range(depth):
-        table = {"a": table}
-    return table
-
-
-def shared(depth: int) -> dict[str, Any]:
-    """2**depth names of one tensor, in a small file."""
-    table: dict[str, Any] = {"weight": torch.ones(2)}
-    for _ in range(depth):
-        table = {"a": table, "b": table}
-    return table
-
-
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        (nested(300), "nested too deep"),
-        (shared(4), "one is there twice"),
-        (shared(20), "repeat or copy"),
-        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,320"),
-    ],
-    ids=["nested", "shared", "much shared", "expanded"],
-)
-def test_what_would_outgrow_the_file_is_refused(
-    model: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path / "megatron", 0, None, state({"model": model}, 3.0))
-    assert problem in refused(tmp_path / "megatron", tmp_path / "out", capsys)
-
-
-def test_a_compressed_archive_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch would unpack it into memory, a thousand bytes for each one of the file."""
-    save(tmp_path / "megatron", 0, None, state({"model": {"w": torch.zeros(1 << 18)}}, 3.0))
-    path = tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt"
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, part in parts.items():
-            archive.writestr(name, part)
-    assert "its archive is compressed" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"num_experts": 8}, "experts have no biases in megacore"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
-        ({"no_rope_freq": 4}, "no_rope_freq is '4'"),
-        ({"enable_hyper_connections": True}, "enable_hyper_connections is 'True'"),
-        ({"spec": ["my.specs", "mine"]}, "spec is"),
-        ({"position_embedding_type": "rope", "rotary_base": "x"}, "rotary_base is 'x', not a number"),
-        ({"hidden_size": 10**400}, "is not a finite number"),
-        ({"num_layers": "4"}, "num_layers is '4', not a int"),
-        ({"tensor_model_parallel_size": 2}, "its tensor_model_parallel_size is 2"),
-        ({"hidden_size": 32, "kv_channels": 8}, "but its args make it"),
-        ({"num_layers": 3}, "has blocks.3"),
-        ({"num_layers": 5}, "lacks blocks.4"),
-    ],
-    ids=str,
-)
-def test_what_the_flags_say_must_fit(
-    changes: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_legacy(tmp_path / "megatron", tensors_of(GPT))
-    changed(source, lambda made: vars(made["args"]).update(changes))
-    assert problem in refused(tmp_path / "megatron", tmp_path / "out", capsys)
-
-
-def test_missing_and_strange_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = tensors_of(GPT)
-    source = tmp_path / "megatron"
-    write_legacy(source, values, tp=2, pp=2)
-    (source / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-    assert "model_optim_rng.pt is missing" in refused(source, tmp_path / "out", capsys)
-    (source / "mp_rank_01_001").rmdir()
-    assert "lacks the file of tensor rank 1, pipeline rank 1" in refused(source, tmp_path / "out", capsys)
-    (source / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    assert "says '../../etc', not a number" in refused(source, tmp_path / "out", capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "said"),
-    [
-        ("layers.2.input_layernorm.bias", lambda bias: bias + 1e-6, "copies of blocks.2.attention_norm.bias"),
-        (
-            "layers.1.mlp.dense_h_to_4h.weight",
-            lambda weight: weight[:, :-1],
-            "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (",
+        *(pytest.param(harm, said, "megatron", id=f"{number} {said}") for number, (harm, said) in enumerate(REFUSED)),
+        # By default every kind of file and every pickle; all of them together are slow.
+        *(
+            pytest.param(
+                pickled(b"\x80\2" + bomb, form), said, "dcp" if form == "index" else "megatron",
+                id=f"{form} {number}", marks=[pytest.mark.slow] * (number % 3 != kind),
+            )
+            for kind, form in enumerate(("zip", "old", "index"))
+            for number, (bomb, said) in enumerate(BOMBS.items())
         ),
     ],
-)
-def test_ranks_that_do_not_fit_each_other_are_refused(
-    name: str, make: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_what_is_wrong_is_refused_soon_and_nothing_of_it_runs(
+    harm: Harm, said: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def change(made: dict[str, Any]) -> None:
-        encoder = made["model"]["language_model"]["encoder"]
-        encoder[name] = make(encoder[name])
-
-    source = changed(write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=2), change, "mp_rank_01")
-    assert said in refused(source, tmp_path / "out", capsys)
+    harm(tmp_path / "megatron")
+    started = time.monotonic()
+    assert said in refused(tmp_path / "megatron", tmp_path / "out", capsys, kind=kind)
+    assert time.monotonic() - started < patience(2)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_an_old_file_whose_storages_claim_more_than_it_holds_takes_no_memory(
