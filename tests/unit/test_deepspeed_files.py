@@ -4,7 +4,6 @@ tensors, bit for bit. tests/parity/test_conversion_deepspeed.py reads files that
 from __future__ import annotations
 
 import argparse
-import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -49,18 +48,11 @@ def write(
         put(path, "mp_rank_00_model_states.pt", {"module": module, **common})
     for rank in range(RANKS):
         parts = []
-        for group in grouped:
-            if stage < 3:
-                flat = torch.cat([weights[name].flatten() for name in group])
-                flat = torch.cat([flat, torch.zeros(-flat.numel() % (2 * RANKS))])
-                parts.append(flat.chunk(RANKS)[rank].clone())
-            else:
-                pieces = []
-                for name in group:
-                    share = math.ceil(weights[name].numel() / RANKS)
-                    whole = torch.cat([weights[name].flatten(), torch.zeros(RANKS * share - weights[name].numel())])
-                    pieces.append(whole[rank * share : (rank + 1) * share])
-                parts.append(torch.cat(pieces))
+        for group in grouped:  # stage 3 divides every weight, the others all of a group together
+            flat = [weights[name].flatten() for name in group]
+            wholes, multiple = (flat, RANKS) if stage == 3 else ([torch.cat(flat)], 2 * RANKS)
+            filled = [torch.cat([whole, torch.zeros(-whole.numel() % multiple)]) for whole in wholes]
+            parts.append(torch.cat([whole.chunk(RANKS)[rank] for whole in filled]))
         if stage == 3:
             empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in weights} | buffers
             put(path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", {"module": empty, **common})
@@ -96,16 +88,14 @@ def test_without_an_optimizer_the_weights_are_those_of_the_model(tmp_path: Path)
 
 def test_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, net(), 3)
-    directory = tmp_path / "global_step3"
-    (directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="has 1 files of the optimizer's state of 2 ranks"):
-        open_deepspeed(tmp_path).weights()
-    (directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="is of ZeRO stage 3, and lacks"):
-        open_deepspeed(tmp_path).weights()
-    (directory / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="lacks the file of data-parallel rank 0"):
-        open_deepspeed(tmp_path)
+    for lacks, said in (
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "has 1 files of the optimizer's state of 2 ranks"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "is of ZeRO stage 3, and lacks"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "lacks the file of data-parallel rank 0"),
+    ):
+        (tmp_path / "global_step3" / lacks).unlink()
+        with pytest.raises(CheckpointError, match=said):
+            open_deepspeed(tmp_path).weights()
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(CheckpointError, match="which is no directory beside it"):
         open_deepspeed(tmp_path)
@@ -176,25 +166,23 @@ def write_pipeline(path: Path, values: dict[str, Tensor], tp: int) -> None:
             put(path, f"layer_{number:02d}{of_rank}-model_states.pt", layer)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_pipeline_of_megatron_deepspeed_is_merged(tp: int, tmp_path: Path) -> None:
-    values = tensors_of(GPT)
-    write_pipeline(tmp_path / "ds", values, tp)
-    assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
-    require_tensors(tmp_path / "out", values)
-
-
-def test_a_model_of_megatron_deepspeed_without_pipeline_is_merged(tmp_path: Path) -> None:
-    values = tensors_of(GPT)
-    for rank in range(2):
-        encoder = legacy_blocks(values, range(4), 2, rank, 3.0)
+def write_whole(path: Path, values: dict[str, Tensor], tp: int) -> None:
+    """Without a pipeline."""
+    for rank in range(tp):
+        encoder = legacy_blocks(values, range(4), tp, rank, 3.0)
         encoder |= {f"final_layernorm.{kind}": values[f"head.norm.{kind}"] for kind in ("weight", "bias")}
         embedding = {
-            "word_embeddings": {"weight": rows(padded(values["embedding.tokens.weight"]), 2, rank)},
+            "word_embeddings": {"weight": rows(padded(values["embedding.tokens.weight"]), tp, rank)},
             "position_embeddings": {"weight": values["embedding.positions"]},
         }
         module = {"language_model": {"embedding": embedding, "encoder": encoder}}
         args = argparse.Namespace(**ARGS)
-        put(tmp_path / "ds", f"mp_rank_{rank:02d}_model_states.pt", {"module": module, "args": args})
+        put(path, f"mp_rank_{rank:02d}_model_states.pt", {"module": module, "args": args})
+
+
+@pytest.mark.parametrize(("writes", "tp"), [(write_pipeline, 1), (write_pipeline, 2), (write_whole, 2)])
+def test_a_model_of_megatron_deepspeed_is_merged(writes: Any, tp: int, tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    writes(tmp_path / "ds", values, tp)
     assert to_megacore(tmp_path, vocab_size=VOCAB) == 0
     require_tensors(tmp_path / "out", values)

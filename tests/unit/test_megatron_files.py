@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import itertools
 import os
 import pickle
 import resource
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megacore.checkpoint.manifest import MANIFEST_NAME
-from megacore.config import ResolvedModel
+from megacore.config import ExpertsConfig, ResolvedModel
 from megacore.convert.check import _our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.dcp_files import open_dcp
@@ -45,19 +46,24 @@ from tests.unit.megatron_files import (
     GROUPED,
     GROUPED_ARGS,
     HIDDEN,
+    LAYERS,
+    LLAMA_ARGS,
     PADDED,
     POSITIONS,
     VOCAB,
     changed,
+    columns,
     convert_megatron,
     core_attention,
     core_embedding,
     core_head,
     core_layers,
     core_mlp,
+    gated,
     llama,
     refused,
     require_tensors,
+    rows,
     save,
     save_common,
     state,
@@ -325,29 +331,188 @@ def test_what_cannot_be_written_for_megatron_is_refused(tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
+# ---- mixtures of experts of Megatron core ----------------------------------------------------------------------------
 
-SMALL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
+EXPERTS = 4
+DENSE = llama().resolve(seq_length=POSITIONS)
+SECTION = ExpertsConfig(
+    num_experts=EXPERTS,
+    moe_ffn_hidden_size=8,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=2,
+    moe_router_group_topk=1,
+    moe_shared_expert_size=12,
+    moe_shared_expert_gate=True,
+    moe_first_dense_layers=1,
+    moe_layer_freq=2,
+)
+MIXTURE: ResolvedModel = dataclasses.replace(DENSE, experts=SECTION.resolve(24))
+MOE_ARGS: dict[str, Any] = {
+    **LLAMA_ARGS,
+    "num_layers": LAYERS,
+    "num_experts": EXPERTS,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,  # as recipes of DeepSeek-V3 have it; without effect
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_shared_expert_gate": True,
+    "moe_layer_freq": [0, 1, 0, 1],
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_grouped_gemm": True,
+}
+
+
+def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers: range, form: str) -> dict[str, Tensor]:
+    """The experts of a rank, as SequentialMLP, TEGroupedMLP or GroupedMLP has them."""
+    found, first, second = dict[str, Tensor](), list[Tensor](), list[Tensor]()
+    for number in numbers:
+        gate, up, down = (values[f"{mlp}.experts.{one}.weight"][number] for one in ("gate", "up", "down"))
+        first.append(torch.cat([rows(gate, tp, rank), rows(up, tp, rank)]))
+        second.append(columns(down, tp, rank))
+    for fc, matrices in enumerate((first, second), start=1):
+        if form == "joined":
+            whole = torch.stack([matrix.t() for matrix in matrices]).contiguous()  # [E, in, out]
+            found[f"mlp.experts.weight{fc}"] = whole.view(HIDDEN, -1) if fc == 1 else whole.view(-1, HIDDEN)
+            continue
+        names = {"sequential": "local_experts.{0}.linear_fc{1}.weight", "grouped": "linear_fc{1}.weight{0}"}
+        found |= {f"mlp.experts.{names[form].format(local, fc)}": matrix for local, matrix in enumerate(matrices)}
+    return found
+
+
+def block(values: dict[str, Tensor], i: int, tp: int, rank: int) -> dict[str, Tensor]:
+    """All of a block but its experts."""
+    mlp, found = f"blocks.{i}.mlp", core_attention(values, i, tp, rank)
+    if f"{mlp}.router.weight" not in values:
+        return found | core_mlp(values, i, tp, rank)
+    return found | {
+        "pre_mlp_layernorm.weight": values[f"blocks.{i}.mlp_norm.weight"],
+        "mlp.router.weight": values[f"{mlp}.router.weight"],
+        "mlp.router.expert_bias": values[f"{mlp}.router.bias"],
+        "mlp.shared_experts.linear_fc1.weight": gated(values, f"{mlp}.shared.mlp", tp, rank),
+        "mlp.shared_experts.linear_fc2.weight": columns(values[f"{mlp}.shared.mlp.down.weight"], tp, rank),
+        "mlp.shared_experts.gate_weight": values[f"{mlp}.shared.gate"],
+    }
+
+
+def write_mixture(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, ep: int, form: str, **args: Any) -> None:
+    """The torch format: a file for each tensor-, pipeline- and expert-parallel rank."""
+    sizes = {f"{kind}_model_parallel_size": n for kind, n in (("tensor", tp), ("pipeline", pp), ("expert", ep))}
+    held, layers = EXPERTS // ep, LAYERS // pp
+    for stage, of_experts_rank, rank in itertools.product(range(pp), range(ep), range(tp)):
+        blocks = []
+        for i in range(stage * layers, (stage + 1) * layers):
+            tensors = block(values, i, tp, rank)
+            if "mlp.router.weight" in tensors:
+                numbers = range(of_experts_rank * held, (of_experts_rank + 1) * held)
+                tensors |= of_experts(values, f"blocks.{i}.mlp", tp, rank, numbers, form)
+                tensors["mlp.experts.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+            blocks.append(tensors)
+        model = core_layers(blocks)
+        model |= core_embedding(values, tp, rank) if stage == 0 else {}
+        model |= core_head(values, tp, rank) if stage == pp - 1 else {}
+        made = state({"model": model}, 3.0, **{**MOE_ARGS, **sizes, **args})
+        expert_rank = of_experts_rank if ep > 1 else None
+        save(path, rank, stage if pp > 1 else None, made, expert_rank=expert_rank)
 
 
 @pytest.mark.parametrize(
-    ("flags", "activation"),
+    ("tp", "pp", "ep", "form"),
+    [(1, 1, 1, "sequential"), (2, 1, 2, "grouped"), (2, 2, 2, "joined"), (1, 2, 4, "sequential"), (2, 2, 1, "grouped"),
+     (1, 1, 4, "joined")],
+)  # fmt: skip
+def test_experts_of_all_ranks_are_stacked(tp: int, pp: int, ep: int, form: str, tmp_path: Path) -> None:
+    values = tensors_of(MIXTURE)
+    write_mixture(tmp_path / "megatron", values, tp=tp, pp=pp, ep=ep, form=form)
+    assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", values)
+    found = CheckpointTensors(tmp_path / "out")
+    assert found.config == MIXTURE
+    assert set(found.manifest.tensors["buffers"]) == {f"blocks.{i}.mlp.router.bias" for i in (1, 3)}
+
+
+def test_a_bias_that_was_cast_is_fp32_again(tmp_path: Path) -> None:
+    values = {name: value.bfloat16() for name, value in tensors_of(MIXTURE).items()}
+    write_mixture(tmp_path / "megatron", values, tp=1, pp=1, ep=1, form="grouped")
+    assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", {n: v.float() if n.endswith("router.bias") else v for n, v in values.items()})
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None:
+    """One tensor of all experts; with all layers alike also of all layers. The flags tell of ranks that wrote it."""
+    freq: dict[str, Any] = {"moe_first_dense_layers": 0, "moe_layer_freq": 1} if stacked else {}
+    config = dataclasses.replace(DENSE, experts=dataclasses.replace(SECTION, **freq).resolve(24))
+    values, layers = tensors_of(config), list[dict[str, Tensor]]()
+    for i in range(LAYERS):
+        tensors = block(values, i, 1, 0)
+        if "mlp.router.weight" in tensors:
+            each = of_experts(values, f"blocks.{i}.mlp", 1, 0, range(EXPERTS), "grouped")
+            for fc in (1, 2):
+                matrices = [each[f"mlp.experts.linear_fc{fc}.weight{number}"] for number in range(EXPERTS)]
+                tensors[f"mlp.experts.experts.linear_fc{fc}.weight"] = torch.stack(matrices)
+        layers.append(tensors)
+    model = core_embedding(values) | core_layers(layers, stacked=stacked) | core_head(values)
+    source = tmp_path / "megatron"
+    dcp.save(model, checkpoint_id=source, no_dist=True)
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    save_common(source, **{**MOE_ARGS, **sizes, **({"moe_layer_freq": 1} if stacked else {})})
+    assert convert_megatron(source, tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", values)
+    assert CheckpointTensors(tmp_path / "out").config == config
+
+
+LATE_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
+SMALL_MOE = {**MOE_ARGS, **SMALL, "num_layers": LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
     [
-        ({}, "gelu"),
-        ({"bias_gelu_fusion": False}, "gelu-exact"),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
-        ({"add_bias_linear": False}, "gelu-exact"),
-        ({"swiglu": True, "squared_relu": False}, "swiglu"),
+        *(({**SMALL, name: True}, f"{name} is 'True', which megacore does not have")
+          for name in ("quick_geglu", "leaky_relu", "swish")),
+        *(({**SMALL_MOE, **flags}, said) for flags, said in (
+            ({"add_bias_linear": True}, "add_bias_linear is True, but experts have no biases in megacore"),
+            ({"moe_layer_freq": [1, 1, 0, 1]}, "moe_layer_freq is .* every Nth block"),
+            ({"moe_layer_freq": "[0]"}, "moe_layer_freq is"),
+            ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is '1.0', which megacore does not have"),
+            ({"moe_router_load_balancing_type": "sinkhorn"}, "is 'sinkhorn', which megacore does not have"),
+            ({"moe_router_score_function": "sqrtsoftplus"}, "sqrtsoftplus"),
+            ({"moe_router_topk": "2"}, "moe_router_topk is '2', not a int"),
+            ({"moe_router_topk": 9}, "moe-router-topk 9 must be at most --num-experts 4"),
+            ({**LATE_SOFTMAX, "moe_router_enable_expert_bias": 0}, "moe_router_enable_expert_bias is '0', not a bool"),
+            (LATE_SOFTMAX, "compared by sums of logits, and in megacore by sums of scores"),
+        )),
     ],
-)
-def test_an_activation_is_the_one_that_the_flags_choose(flags: dict[str, Any], activation: str) -> None:
-    assert model_of({**SMALL, **flags}, 64, 60, "here").activation == activation
+)  # fmt: skip
+def test_flags_of_another_model_are_refused_and_never_guessed(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_of(flags, 64, 60, "here")
 
 
-@pytest.mark.parametrize("name", ["quick_geglu", "leaky_relu", "swish"])
-def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} is 'True', which megacore does not have"):
-        model_of({**SMALL, name: True}, 64, 60, "here")
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ({}, {"activation": "gelu"}),
+        ({"bias_gelu_fusion": False}, {"activation": "gelu-exact"}),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, {"activation": "gelu"}),
+        ({"add_bias_linear": False}, {"activation": "gelu-exact"}),
+        ({"swiglu": True, "squared_relu": False}, {"activation": "swiglu"}),
+        *(({**SMALL_MOE, "moe_layer_freq": pattern}, {"moe_first_dense_layers": first, "moe_layer_freq": frequency})
+          for pattern, first, frequency in ((1, 0, 1), (2, 0, 2), ([0, 1, 1, 1], 1, 1), ([0, 0, 0, 1], 3, 1))),
+    ],
+)  # fmt: skip
+def test_the_flags_choose_activations_and_blocks_with_experts(flags: dict[str, Any], fields: dict[str, Any]) -> None:
+    model = model_of({**SMALL, **flags}, 64, 60, "here")
+    found = model if "activation" in fields else model.experts
+    assert {name: getattr(found, name) for name in fields} == fields
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -452,6 +617,23 @@ def put(number: int) -> bytes:
     return b"q" + bytes([number])
 
 
+def of_expert_rank_1(name: str, make: Callable[[Tensor], Tensor]) -> Harm:
+    def write(path: Path) -> None:
+        write_mixture(path, tensors_of(MIXTURE), tp=1, pp=1, ep=2, form="grouped")
+        changed(path, lambda made: made["model"].update({name: make(made["model"][name])}), "mp_rank_00_001")
+
+    return write
+
+
+def mixture(tp: int, pp: int, ep: int, lacks: str = "", **args: Any) -> Harm:
+    def write(path: Path) -> None:
+        write_mixture(path, tensors_of(MIXTURE), tp=tp, pp=pp, ep=ep, form="grouped", **args)
+        if lacks:
+            shutil.rmtree(path / lacks)
+
+    return write
+
+
 # Pickles that take much more than their size; each is refused before it is built.
 BOMBS = {
     # Each tuple has the one before twice, and the last is a key: 2**60 steps to its hash.
@@ -498,6 +680,12 @@ REFUSED: list[tuple[Harm, str]] = [
         of_rank_1("layers.1.mlp.dense_h_to_4h.weight", lambda x: x[:, :-1]),
         "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (",
     ),
+    *((of_expert_rank_1(f"decoder.layers.{name}.weight", lambda x: x + 1), "differs from that of the first expert-par")
+      for name in ("0.self_attention.linear_proj", "1.mlp.router")),
+    (of_expert_rank_1("decoder.layers.1.mlp.experts.linear_fc1.weight1", lambda x: x[:-1]),
+     "experts.3.up.weight is (7, 16)"),
+    (mixture(2, 2, 2, "mp_rank_01_001_001"), "lacks the file of tensor rank 1, pipeline rank 1, expert rank 1"),
+    (mixture(2, 1, 1, expert_tensor_parallel_size=1), "reads such experts in the torch_dist format only"),
 ]  # fmt: skip
 
 
