@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """An operator, what it should compute, and inputs.
 
@@ -55,10 +55,8 @@ def compare(comparison: Comparison, function: Function, dtype: torch.dtype, devi
     def random(shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
 
-    inputs = {
-        name: random(shape, comparison.scale.get(name, 1.0)).requires_grad_()
-        for name, shape in comparison.shapes.items()
-    }
+    scale = comparison.scale
+    inputs = {name: random(shape, scale.get(name, 1.0)).requires_grad_() for name, shape in comparison.shapes.items()}
     fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in comparison.fixed.items()}
     results = _as_tuple(function(**inputs, **fixed))
     cotangents = [random(tuple(result.shape)) for result in results]

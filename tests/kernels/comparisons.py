@@ -26,16 +26,8 @@ from tests.kernels.loop import with_all_weights
 
 def comparisons() -> list[Comparison]:
     """All of them."""
-    return [
-        *_norms(),
-        *_softmaxes(),
-        *_cross_entropies(),
-        *_rotaries(),
-        *_activations(),
-        *_dropouts(),
-        *_attentions(),
-        *_experts(),
-    ]
+    kinds = (_norms, _softmaxes, _cross_entropies, _rotaries, _activations, _dropouts, _attentions, _experts)
+    return [comparison for kind in kinds for comparison in kind()]
 
 
 def _norms() -> Iterator[Comparison]:
@@ -59,26 +51,19 @@ def _norms() -> Iterator[Comparison]:
         "layer_norm": (ops.layer_norm, layer_norm, forward(False)),
         "rms_norm": (ops.rms_norm, rms_norm, forward(True)),
         "layer_norm_with_input": (
-            ops.layer_norm_with_input,
-            lambda x, weight, bias: (layer_norm(x, weight, bias), x),
-            with_input(False),
+            ops.layer_norm_with_input, lambda x, weight, bias: (layer_norm(x, weight, bias), x), with_input(False),
         ),
         "rms_norm_with_input": (
-            ops.rms_norm_with_input,
-            lambda x, weight: (rms_norm(x, weight), x),
-            with_input(True),
+            ops.rms_norm_with_input, lambda x, weight: (rms_norm(x, weight), x), with_input(True),
         ),
         "add_layer_norm": (
             ops.add_layer_norm,
-            lambda x, residual, weight, bias: (layer_norm(x + residual, weight, bias), x + residual),
-            forward(False),
+            lambda x, residual, weight, bias: (layer_norm(x + residual, weight, bias), x + residual), forward(False),
         ),
         "add_rms_norm": (
-            ops.add_rms_norm,
-            lambda x, residual, weight: (rms_norm(x + residual, weight), x + residual),
-            forward(True),
+            ops.add_rms_norm, lambda x, residual, weight: (rms_norm(x + residual, weight), x + residual), forward(True),
         ),
-    }
+    }  # fmt: skip
     # More rows than programs, whose shares of weight gradients are of one row or of two; one row; one column. 52
     # columns stay in registers, 9,001 neither way; backward reads 8,208 columns of 16 bits in chunks.
     for rows, width, names in (
@@ -93,14 +78,8 @@ def _norms() -> Iterator[Comparison]:
             shapes = {"x": (rows, width), "weight": (width,)}
             shapes |= {} if "rms" in name else {"bias": (width,)}
             shapes |= {"residual": (rows, width)} if name.startswith("add") else {}
-            yield Comparison(
-                name=f"{name}-{rows}x{width}",
-                operator=operator,
-                oracle=oracle,
-                shapes=shapes,
-                reference=reference,
-                is_large=width > 8000,
-            )
+            special: Any = {"reference": reference, "is_large": width > 8000}
+            yield Comparison(f"{name}-{rows}x{width}", operator, oracle, shapes, **special)
 
 
 def softmax_oracle(x: Tensor, **options: Any) -> Tensor:
@@ -130,15 +109,9 @@ def _softmaxes() -> Iterator[Comparison]:
         ("window-alone", (5, 60), {"window": 20}),
         ("long", (2, 16500), {"causal": True}),
     ):
-        fixed: dict[str, Any] = {"scale": 0.3, **options}
-        yield Comparison(
-            name=f"fused_softmax-{name}-{sq}x{sk}",
-            operator=ops.fused_softmax,
-            oracle=softmax_oracle,
-            shapes={"x": (1, 2, sq, sk)},
-            fixed=fixed,
-            scale={"x": 4.0},
-        )
+        special: dict[str, Any] = {"fixed": {"scale": 0.3, **options}, "scale": {"x": 4.0}}
+        shapes = {"x": (1, 2, sq, sk)}
+        yield Comparison(f"fused_softmax-{name}-{sq}x{sk}", ops.fused_softmax, softmax_oracle, shapes, **special)
 
 
 def cross_entropy_oracle(logits: Tensor, *, targets: Tensor, columns: int, smoothing: float, z_loss: float) -> Tensor:
@@ -158,62 +131,39 @@ def _cross_entropies() -> Iterator[Comparison]:
         targets = torch.arange(tokens) * 7919 % columns
         targets[-1:] = -100 if tokens > 1 else targets[-1:]
         for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-2)):
-            yield Comparison(
-                name=f"cross_entropy-{tokens}x{width}-{smoothing}",
-                operator=operator,
-                oracle=cross_entropy_oracle,
-                shapes={"logits": (tokens, width)},
-                fixed={"targets": targets, "columns": columns, "smoothing": smoothing, "z_loss": z_loss},
-                scale={"logits": 3.0},
-            )
+            fixed = {"targets": targets, "columns": columns, "smoothing": smoothing, "z_loss": z_loss}
+            name, shapes = f"cross_entropy-{tokens}x{width}-{smoothing}", {"logits": (tokens, width)}
+            yield Comparison(name, operator, cross_entropy_oracle, shapes, fixed=fixed, scale={"logits": 3.0})
+
+
+def _angles(positions: int, half: int) -> dict[str, Tensor]:
+    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    return {"cos": angle.cos(), "sin": angle.sin()}
 
 
 def _rotaries() -> Iterator[Comparison]:
     def oracle(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[1]
-        turned = (
-            torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin).to(x.device)[:, None, :]
-        )
+        half, turn = cos.shape[1], torch.complex(cos.double(), sin.double()).to(x.device)[:, None, :]
+        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
         return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
 
-    for batch, positions, heads, size, half in (
-        (2, 3, 5, 16, 8),
-        (1, 4, 1, 2, 1),
-        (2, 2, 3, 50, 12),
-        (1, 2, 70, 128, 64),
-    ):
-        angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        yield Comparison(
-            name=f"rotary-{heads}x{size}-{half}",
-            operator=ops.rotary,
-            oracle=lambda x, cos, sin: oracle(x, cos=cos.double(), sin=sin.double()),
-            shapes={"x": (batch, positions, heads, size)},
-            fixed={"cos": angle.cos(), "sin": angle.sin()},
-        )
-
-    def split(packed: Tensor, groups: int) -> list[Tensor]:
-        by_group = packed.unflatten(2, (groups, -1))
-        return [part.flatten(2, 3) for part in by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)]
+    plain = ((2, 3, 5, 16, 8), (1, 4, 1, 2, 1), (2, 2, 3, 50, 12), (1, 2, 70, 128, 64))
+    for batch, positions, heads, size, half in plain:
+        shapes, fixed = {"x": (batch, positions, heads, size)}, _angles(positions, half)
+        yield Comparison(f"rotary-{heads}x{size}-{half}", ops.rotary, oracle, shapes, fixed=fixed)
 
     def split_oracle(packed: Tensor, *, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, ...]:
-        query, key, value = split(packed, groups)
+        by_group = packed.unflatten(2, (groups, -1))
+        parts = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
+        query, key, value = (part.flatten(2, 3) for part in parts)
         return oracle(query, cos=cos, sin=sin), oracle(key, cos=cos, sin=sin), value
 
-    for batch, positions, groups, shared, size, half in (
-        (2, 3, 2, 3, 16, 8),
-        (1, 2, 1, 1, 50, 12),
-        (1, 2, 20, 2, 32, 16),
-    ):
-        angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        yield Comparison(
-            name=f"split_rotary-{groups}x{shared}x{size}-{half}",
-            operator=partial(ops.split_rotary, groups=groups),
-            oracle=lambda packed, cos, sin, groups=groups: split_oracle(
-                packed, cos=cos.double(), sin=sin.double(), groups=groups
-            ),
-            shapes={"packed": (batch, positions, groups * (shared + 2), size)},
-            fixed={"cos": angle.cos(), "sin": angle.sin()},
-        )
+    packed = ((2, 3, 2, 3, 16, 8), (1, 2, 1, 1, 50, 12), (1, 2, 20, 2, 32, 16))
+    for batch, positions, groups, shared, size, half in packed:
+        name, operator = f"split_rotary-{groups}x{shared}x{size}-{half}", partial(ops.split_rotary, groups=groups)
+        shapes = {"packed": (batch, positions, groups * (shared + 2), size)}
+        fixed = _angles(positions, half)
+        yield Comparison(name, operator, partial(split_oracle, groups=groups), shapes, fixed=fixed)
 
 
 def _activations() -> Iterator[Comparison]:
@@ -227,36 +177,20 @@ def _activations() -> Iterator[Comparison]:
     def swiglu_of_chunks(both: Tensor) -> Tensor:
         return ops.swiglu(*both.chunk(2, dim=-1))
 
-    yield Comparison(  # whose bias gradient several programs add up
-        name="bias_gelu-70x300",
-        operator=ops.bias_gelu,
-        oracle=gelu,
-        shapes={"x": (70, 300), "bias": (300,)},
-        is_large=True,
-    )
+    # Whose bias gradient several programs add up.
+    yield Comparison("bias_gelu-70x300", ops.bias_gelu, gelu, {"x": (70, 300), "bias": (300,)}, is_large=True)
     for rows, width in ((5, 100), (1, 1), (3, 2500)):
-        yield Comparison(
-            name=f"gelu-{rows}x{width}",
-            operator=ops.gelu,
-            oracle=gelu,
-            shapes={"x": (rows, width)},
-            reference=lambda x: activation._gelu_forward(x, None),
-            scale={"x": 3.0},
-        )
-        row, wide = (rows, width), (rows, 2 * width)
+        row, wide = (rows, width), dict[str, tuple[int, ...]](both=(rows, 2 * width))
         kinds: list[tuple[str, Function, Function, dict[str, tuple[int, ...]]]] = [
             ("bias_gelu", ops.bias_gelu, gelu, {"x": row, "bias": (width,)}),
             ("swiglu", ops.swiglu, silu_product, {"gate": row, "up": row}),
-            ("swiglu-halves", swiglu_of_chunks, lambda both: silu_product(*both.chunk(2, dim=-1)), {"both": wide}),
-            (
-                "swiglu_of_halves",
-                ops.swiglu_of_halves,
-                lambda both: silu_product(*both.chunk(2, -1)[::-1]),
-                {"both": wide},
-            ),
+            ("swiglu-halves", swiglu_of_chunks, lambda both: silu_product(*both.chunk(2, dim=-1)), wide),
+            ("swiglu_of_halves", ops.swiglu_of_halves, lambda both: silu_product(*both.chunk(2, -1)[::-1]), wide),
         ]
+        special: Any = {"reference": lambda x: activation._gelu_forward(x, None), "scale": {"x": 3.0}}
+        yield Comparison(f"gelu-{rows}x{width}", ops.gelu, gelu, {"x": row}, **special)
         for name, operator, oracle, shapes in kinds:
-            yield Comparison(name=f"{name}-{rows}x{width}", operator=operator, oracle=oracle, shapes=shapes)
+            yield Comparison(f"{name}-{rows}x{width}", operator, oracle, shapes)
 
 
 def _dropouts() -> Iterator[Comparison]:
@@ -265,13 +199,8 @@ def _dropouts() -> Iterator[Comparison]:
         return residual + mask * x / (1.0 - probability)
 
     for rows, width, seed in ((5, 100, 1), (3, 1, 2**63 - 1), (2, 2501, 12345678901)):
-        yield Comparison(
-            name=f"dropout_add-{rows}x{width}",
-            operator=ops.dropout_add,
-            oracle=oracle,
-            shapes={"x": (rows, width), "residual": (rows, width)},
-            fixed={"probability": 0.3, "seed": seed},
-        )
+        shapes, fixed = dict.fromkeys(("x", "residual"), (rows, width)), {"probability": 0.3, "seed": seed}
+        yield Comparison(f"dropout_add-{rows}x{width}", ops.dropout_add, oracle, shapes, fixed=fixed)
 
 
 def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, slopes: Tensor | None, **seen_by: Any) -> Tensor:
@@ -295,21 +224,13 @@ def _attentions() -> Iterator[Comparison]:
         ("documents-both-ways-window", (70, 2, 16), {"causal": False, "documents": documents[:, 72:], "window": 20}),
         ("one-position", (1, 2, 8), {"causal": True, "window": 1}),
     ):
-        yield Comparison(
-            name=f"attention-{name}-{length}",
-            operator=operator,
-            oracle=attention_oracle,
-            shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
-            fixed={"slopes": None, **options},
-            is_large="documents" in name,
-        )
-    yield Comparison(
-        name="attention-documents-keys-of-another-rank",
-        operator=_over_earlier_keys,
-        oracle=_over_earlier_keys_oracle,
-        shapes={"query": (2, 1, 36, 8), "key": (2, 1, 34, 8), "value": (2, 1, 34, 8)},
-        fixed={"documents": torch.cat([documents[:, 20:90], documents.flip(1)[:, :70]])},
-    )
+        shapes = {"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size))
+        special: Any = {"fixed": {"slopes": None, **options}, "is_large": "documents" in name}
+        yield Comparison(f"attention-{name}-{length}", operator, attention_oracle, shapes, **special)
+    shapes = {"query": (2, 1, 36, 8), "key": (2, 1, 34, 8), "value": (2, 1, 34, 8)}
+    fixed = {"documents": torch.cat([documents[:, 20:90], documents.flip(1)[:, :70]])}
+    name = "attention-documents-keys-of-another-rank"
+    yield Comparison(name, _over_earlier_keys, _over_earlier_keys_oracle, shapes, fixed=fixed)
 
 
 def _over_earlier_keys(query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor) -> Tensor:
@@ -336,12 +257,8 @@ def _experts() -> Iterator[Comparison]:
         def loop(x: Tensor, weight: Tensor, groups: RowGroups = groups) -> Tensor:
             return torch.cat([x[rows] @ matrix.t() for rows, matrix in zip(groups.ranges(), weight, strict=True)])
 
-        yield Comparison(
-            name=f"grouped_linear-{sum(counts)}x{inputs}-to-{outputs}-of-{len(counts)}",
-            operator=linear,
-            oracle=loop,
-            shapes={"x": (sum(counts), inputs), "weight": (len(counts), outputs, inputs)},
-        )
+        shapes = {"x": (sum(counts), inputs), "weight": (len(counts), outputs, inputs)}
+        yield Comparison(f"grouped_linear-{sum(counts)}x{inputs}-to-{outputs}-of-{len(counts)}", linear, loop, shapes)
     for tokens, chosen, width in ((7, 3, 77), (1, 1, 5), (2, 2, 2100)):
         indices = torch.rand(tokens, 8, generator=torch.Generator().manual_seed(tokens)).topk(chosen).indices
         indices[-1, -1] = 8 if chosen > 1 else indices[-1, -1]  # the last choice is not sent
@@ -357,9 +274,5 @@ def _experts() -> Iterator[Comparison]:
         def weighted(tokens: Tensor, weights: Tensor, sent: Tensor = sent) -> Tensor:
             return tokens * tokens * (weights * sent.to(weights.device)).sum(-1, keepdim=True)
 
-        yield Comparison(
-            name=f"experts_rows-{tokens}x{chosen}x{width}",
-            operator=there_and_back,
-            oracle=weighted,
-            shapes={"tokens": (tokens, width), "weights": (tokens, chosen)},
-        )
+        shapes = {"tokens": (tokens, width), "weights": (tokens, chosen)}
+        yield Comparison(f"experts_rows-{tokens}x{chosen}x{width}", there_and_back, weighted, shapes)

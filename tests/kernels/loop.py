@@ -32,15 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def brute_force(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    slopes: list[float] | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int | None = None,
+    documents: Tensor | None = None, slopes: list[float] | None = None,
+) -> Tensor:  # fmt: skip
     """Position by position."""
     shared_by, out = query.shape[1] // key.shape[1], 0.0 * query
     samples, heads, length, size = query.shape
@@ -70,15 +64,9 @@ def drawn(groups: int, heads: int = 4, dtype: torch.dtype = torch.float32) -> li
 
 
 def with_all_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    seen: Tensor | None = None,
-    slopes: Tensor | None = None,
-    cap: float | None = None,
-    left: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, *, seen: Tensor | None = None, slopes: Tensor | None = None,
+    cap: float | None = None, left: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(cap tanh(q k^T / sqrt(d) / cap) + bias) v, where `left` is what dropout leaves of the weights; and the
     logarithms of the softmax's denominators."""
     times = query.shape[1] // key.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, get_args
 
 import pytest
@@ -12,11 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from megacore import ops
 from megacore.ops import Attention
-from megacore.ops.attention import visible
-from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, brute_force, drawn, is_the_loop
+from megacore.ops.attention import AttentionShape, attention_backend, slower_attention, visible
+from megacore.ops.block_attention import block_attention
+from megacore.ops.visibility import Visibility
+from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.products import TORCH
+from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, brute_force, drawn, is_the_loop, outer, with_all_weights
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
@@ -160,3 +167,118 @@ def test_one_mask_outlives_its_forward_pass() -> None:
         assert masks[0] is masks[1] and masks[0] is not None
         assert all(mask() is None for mask in earlier)
         earlier.append(weakref.ref(masks[0]))
+
+
+# ---- soft caps of scores and of logits, against the formula over all of them in fp64 ---------------------------------
+
+CAP = 0.7
+
+
+def within(found: Tensor, expected: Tensor, also: float = 0.0) -> None:
+    """fp32 rounding, relative to the largest entry; `also` is an absolute error allowed besides."""
+    assert (found.double() - expected).abs().max() <= 5e-6 * expected.abs().max() + also
+
+
+@pytest.mark.parametrize("way", ["sdpa", "fused-softmax", "tiles of 3"])
+@pytest.mark.parametrize(("case", "alibi"), [(case, number % 2 == 0) for number, case in enumerate(CASES)])
+def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None:
+    options = CASES[case]
+    ours = [(4 * x).detach().requires_grad_() for x in drawn(2)]  # scores far above the cap
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    slopes = torch.tensor(ops.alibi_slopes(4)) if alibi else None
+    if way == "tiles of 3":
+        found, _ = block_attention(*ours, view=Visibility(**options), slopes=slopes, soft_cap=CAP, block=3)
+    else:
+        bias = None if slopes is None else ops.Alibi(slopes)
+        found = ops.attention(*ours, **options, alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
+    documents = options.get("documents")
+    real = torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1)
+    seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))
+    expected = with_all_weights(*exact, seen=seen, slopes=slopes, cap=CAP)[0] * real
+    within(found * real, expected)
+    weights = outer(found) * real
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    # A query that sees one key: the gradient of its score is a difference of equal numbers, 0 or their rounding.
+    rounding = torch.finfo(torch.float32).eps * max(float(want.abs().max()) for want in wanted)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        within(gradient, want, also=rounding)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_capped_logits_are_the_formula(chunks: int, split: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((2, 7, 16), (136, 16)))
+    targets = torch.randint(0, 131, (2, 7), generator=generator)
+    scale = torch.rand(2, 7, generator=generator)
+    layer = ChunkedLoss(
+        vocab_size=131, chunks=chunks, group=ALONE, sequence_parallel=False, split_backward=split, products=TORCH,
+        soft_cap=CAP,
+    )  # fmt: skip
+    found = layer.losses(x, weight, None, targets, ops.CrossEntropyOptions(z_loss=1e-2))
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    logits = CAP * torch.tanh((wide[0] @ wide[1].T)[..., :131] / CAP)
+    log_z = logits.logsumexp(-1)
+    expected = log_z - logits.gather(-1, targets[..., None])[..., 0] + 1e-2 * log_z.square()
+    within(found, expected)
+    gradients = torch.autograd.grad((found * scale).sum(), (x, weight))
+    wanted = torch.autograd.grad((expected * scale).sum(), wide)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        within(gradient, want)
+
+
+# ---- which kernel computes attention on a CPU ------------------------------------------------------------------------
+
+attention = import_module("megacore.ops.attention")  # the package exports the function of this name
+PLAIN: dict[str, Any] = {"heads": 4, "groups": 2, "head_size": 64, "seq_length": 128, "dtype": torch.bfloat16}
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, "flash"), ({"dropout": 0.1}, "math"), ({"masked": True}, "flash"), ({"seq_length": 2048}, "flash"),
+     ({"seq_length": 2048, "masked": True}, "blocks"), ({"seq_length": 2048, "dropout": 0.1}, "blocks")],
+    ids=str,
+)  # fmt: skip
+def test_on_the_cpu_torch_is_asked(changes: dict[str, Any], expected: str) -> None:
+    assert attention_backend(torch.device("cpu"), AttentionShape(**PLAIN | changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen", "changes", "expected"),
+    [
+        ((9, 0), SDPBackend.CUDNN_ATTENTION, {}, None),
+        ((9, 0), SDPBackend.FLASH_ATTENTION, {}, "flash kernel on this device, where cudnn"),
+        ((8, 0), SDPBackend.MATH, {}, "math kernel on this device, where flash"),
+        ((9, 0), SDPBackend.MATH, {"dtype": torch.float32}, None),
+        ((9, 0), SDPBackend.EFFICIENT_ATTENTION, {"masked": True}, None),
+        ((9, 0), SDPBackend.MATH, {"masked": True}, "torch.backends.cuda.mem_efficient_sdp_enabled()"),
+    ],
+    ids=str,
+)
+def test_a_slower_kernel_than_the_device_has_is_warned_of(
+    capability: tuple[int, int], chosen: SDPBackend, changes: dict[str, Any], expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    empty = torch.empty
+    asked: list[tuple[Tensor, ...]] = []
+
+    def choice(*operands: Any, **_: Any) -> int:
+        asked.append(operands)
+        return int(chosen.value)
+
+    monkeypatch.setattr(attention.torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(attention.torch, "zeros", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(attention.torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(attention, "_is_cuda", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    warning = slower_attention(CUDA, AttentionShape(**PLAIN | changes))
+    assert len(asked) == 1 and asked[0][0].shape == (1, 4, 128, 64)
+    if expected is None:
+        assert warning is None
+    else:
+        assert warning is not None and expected in warning
+        assert "4 heads of 64 over 2 of keys, 128 positions" in warning

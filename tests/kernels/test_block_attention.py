@@ -29,10 +29,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def view_of(options: dict[str, Any]) -> Visibility:
-    return Visibility(**options)
-
-
 def real_positions(documents: Tensor | None) -> Tensor:
     """1 where there is no padding: [b, 1, s, 1]."""
     return torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1).float()
@@ -44,7 +40,7 @@ def real_positions(documents: Tensor | None) -> Tensor:
 def test_blocks_are_the_loop(case: str, groups: int, alibi: bool) -> None:
     ours = [x.requires_grad_() for x in drawn(groups)]
     slopes = torch.tensor(ops.alibi_slopes(4)) if alibi else None
-    found, _ = block_attention.block_attention(*ours, view=view_of(CASES[case]), slopes=slopes, block=3)
+    found, _ = block_attention.block_attention(*ours, view=Visibility(**CASES[case]), slopes=slopes, block=3)
     assert found.transpose(1, 2).stride() == torch.empty(B, S, 4, D).stride()
     is_the_loop(found * real_positions(CASES[case].get("documents")), ours, case, alibi=alibi)
 
@@ -55,7 +51,7 @@ def test_dropout_is_the_masks_of_the_tiles(groups: int, case: str) -> None:
     """Of the weights after the softmax; the same masks forward and backward, and again with the same seed."""
     ours = [x.requires_grad_() for x in drawn(groups)]
     exact = [x.detach().double().requires_grad_() for x in ours]
-    view, block, p = view_of(CASES[case]), 4, 0.3
+    view, block, p = Visibility(**CASES[case]), 4, 0.3
     torch.manual_seed(7)
     found, _ = block_attention.block_attention(*ours, view=view, dropout=p, block=block)
     torch.manual_seed(7)
@@ -81,11 +77,8 @@ def test_dropout_is_the_masks_of_the_tiles(groups: int, case: str) -> None:
 
 def test_dropout_drops_as_often_as_it_says_and_elsewhere_in_every_tile() -> None:
     scene = Scene(view=Visibility(causal=False), dropout=0.25, seeds=torch.randint(2**63 - 1, (2, 2)), block=256)
-    tiles = [
-        scene.kept(range(i, i + 256), range(j, j + 256), torch.empty(1, 2, 256, 256))
-        for i in (0, 256)
-        for j in (0, 256)
-    ]
+    places = [(range(i, i + 256), range(j, j + 256)) for i in (0, 256) for j in (0, 256)]
+    tiles = [scene.kept(*place, torch.empty(1, 2, 256, 256)) for place in places]
     for number, tile in enumerate(tiles):
         assert tile is not None
         # Of 131,072 draws the share strays by 0.0012.
@@ -107,11 +100,10 @@ def test_queries_see_what_there_is_of_earlier_keys(case: str) -> None:
     found, sums = block_attention.attend(*part, view=view, offset=offset)
     seen = Visibility(**options, documents=documents).mask(range(first, S), range(1, 5), torch.device("cpu"))
     seen = torch.ones(1, 1, S - first, 4, dtype=torch.bool) if seen is None else seen
-    scores = part[0].double() @ part[1].double().repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(D)
+    exact = [part[0].double(), *(x.double().repeat_interleave(2, 1) for x in part[1:])]
+    scores = exact[0] @ exact[1].transpose(-1, -2) / math.sqrt(D)
     total = scores.masked_fill(~seen, -math.inf).logsumexp(-1)
-    expected = (scores.exp() * seen / total.exp().clamp_min(1e-300)[..., None]) @ part[2].double().repeat_interleave(
-        2, 1
-    )
+    expected = (scores.exp() * seen / total.exp().clamp_min(1e-300)[..., None]) @ exact[2]
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
     nothing = total.isneginf()
     torch.testing.assert_close(sums.double()[~nothing], total[~nothing], rtol=1e-5, atol=2e-6)
@@ -127,7 +119,7 @@ def test_queries_see_what_there_is_of_earlier_keys(case: str) -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", ["documents", "last four", "documents both ways, window"])
 def test_what_is_not_seen_changes_no_bit(case: str) -> None:
-    view, middle = view_of(CASES[case]), 5
+    view, middle = Visibility(**CASES[case]), 5
     seen = view.mask(range(S), range(S), torch.device("cpu"))
     assert seen is not None
     before, after = drawn(2), drawn(2)
@@ -135,10 +127,8 @@ def test_what_is_not_seen_changes_no_bit(case: str) -> None:
         hidden = ~seen.expand(B, 1, S, S)[sequence, 0, middle]
         for x in after[1:]:
             x[sequence].transpose(0, 1)[hidden] = 1e4
-    rows = [
-        block_attention.block_attention(*tensors, view=view, block=4)[0][:, :, middle] for tensors in (before, after)
-    ]
-    assert torch.equal(*rows)
+    found = (block_attention.block_attention(*tensors, view=view, block=4)[0] for tensors in (before, after))
+    assert torch.equal(*(result[:, :, middle] for result in found))
 
 
 LENGTH = 600
@@ -218,11 +208,8 @@ class Largest(TorchDispatchMode):
 def test_on_the_cpu_no_tensor_is_larger_than_a_block_of_queries_times_the_sequence(case: str) -> None:
     s, n, d = 4608, 2, 8
     query, key, value, d_out = torch.randn(4, 1, n, s, d)
-    view = Visibility(
-        causal=True,
-        window=500 if case == "window" else None,
-        documents=torch.arange(s).expand(1, -1) // 750 + 1 if case == "documents" else None,
-    )
+    documents = torch.arange(s).expand(1, -1) // 750 + 1 if case == "documents" else None
+    view = Visibility(causal=True, window=500 if case == "window" else None, documents=documents)
     slopes = torch.tensor(ops.alibi_slopes(n)) if case == "alibi" else None
     scene = Scene(view=view, slopes=slopes)
     with Largest() as largest:
@@ -235,7 +222,7 @@ def test_on_the_cpu_no_tensor_is_larger_than_a_block_of_queries_times_the_sequen
 @pytest.mark.parametrize("case", [pytest.param("documents, window", marks=pytest.mark.slow), "causal"])
 def test_the_operator_keeps_torchs_rules(case: str) -> None:
     """Fake tensors, gradients, no aliases: what torch.compile relies on."""
-    view = view_of(CASES[case])
+    view = Visibility(**CASES[case])
     slopes = torch.tensor(ops.alibi_slopes(4))
     tensors = [x.requires_grad_() for x in drawn(2)]
     rest = (view.documents, slopes, None, view.causal, view.window, None, 0.0, 4, 0, False)

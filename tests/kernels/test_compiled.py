@@ -46,34 +46,22 @@ USUAL = (
 # What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
 DEFECTS = {
     "the exact causal condition in the load's mask": (
-        "softmax",
-        "touched &= columns // 16 * 16 < last",
-        "touched &= columns < last",
-        "fused_softmax causal 4096 bf16",
-        "of less than 128 bits",
+        "softmax", "touched &= columns // 16 * 16 < last", "touched &= columns < last",
+        "fused_softmax causal 4096 bf16", "of less than 128 bits",
     ),
     "the exact vocabulary in the load's mask": (
-        "cross_entropy",
-        'mask=column < width, other=float("-inf")',
-        'mask=column < columns, other=float("-inf")',
-        "cross_entropy 50257 of 50304 bf16",
-        "of less than 128 bits",
+        "cross_entropy", 'mask=column < width, other=float("-inf")', 'mask=column < columns, other=float("-inf")',
+        "cross_entropy 50257 of 50304 bf16", "of less than 128 bits",
     ),
     "a block that does not fit the registers": (
-        "norm",
-        "PERSISTENT = {True: 8192",
-        "PERSISTENT = {True: 32768",
-        "layer_norm 16384 bf16",
-        "spills",
+        "norm", "PERSISTENT = {True: 8192", "PERSISTENT = {True: 32768", "layer_norm 16384 bf16", "spills",
     ),
     "a tensor read for nothing": (
-        "gelu",
-        "dx = _gradient(dy, x)\n",
+        "gelu", "dx = _gradient(dy, x)\n",
         "dx = _gradient(dy, x) + 0 * tl.load(dx_ptr + at, mask=inside, other=0.0)\n",
-        "gelu 4096 bf16",
-        "bytes; it should move",
+        "gelu 4096 bf16", "bytes; it should move",
     ),
-}
+}  # fmt: skip
 
 
 def report(*arguments: str, cwd: Path = ROOT) -> dict[str, Any]:
@@ -95,11 +83,7 @@ def record() -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        (90, USUAL),
-        pytest.param((90, ()), marks=pytest.mark.slow),
-        pytest.param((80, ()), marks=pytest.mark.slow),
-    ],
+    params=[(90, USUAL), *(pytest.param((sm, ()), marks=pytest.mark.slow) for sm in (90, 80))],
     ids=["usual", "sm_90", "sm_80"],
 )
 def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:

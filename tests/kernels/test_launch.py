@@ -64,8 +64,7 @@ class Launches:
 
     def __init__(self) -> None:
         self.kernel = Kernel(JITFunction(_kernel.fn, do_not_specialize=["seed"]))
-        self.direct: list[Launch] = []
-        self.by_triton: list[Launch] = []
+        self.direct, self.by_triton = list[Launch](), list[Launch]()
 
 
 @pytest.fixture
@@ -107,24 +106,25 @@ def memory(offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
 def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Arguments that Triton tells apart, by what differs."""
     x, y = memory(), memory()
-    usual: dict[str, Any] = {"FLAG": True, "BLOCK": 64, "num_warps": 4}
-    yield "usual", (x, y, 64, 7, 1.0), usual
-    yield "unaligned x", (memory(4), y, 64, 7, 1.0), usual
-    yield "unaligned y", (x, memory(8), 64, 7, 1.0), usual
-    yield "dtype", (memory(dtype=torch.bfloat16), y, 64, 7, 1.0), usual
-    yield "dtype of y", (x, memory(dtype=torch.float16), 64, 7, 1.0), usual
-    yield "no y", (x, None, 64, 7, 1.0), usual
-    yield "no multiple of 16", (x, y, 65, 7, 1.0), usual
-    yield "width 1", (x, y, 1, 7, 1.0), usual
-    yield "64 bits", (x, y, 2**31, 7, 1.0), usual
-    yield "long seed", (x, y, 64, 2**31, 1.0), usual
-    yield "negative seed", (x, y, 64, -(2**31), 1.0), usual
-    yield "longest seed", (x, y, 64, 2**63, 1.0), usual
-    yield "whole scale", (x, y, 64, 7, 2), usual
-    yield "flag", (x, y, 64, 7, 1.0), usual | {"FLAG": False}
-    yield "block", (x, y, 64, 7, 1.0), usual | {"BLOCK": 128}
-    yield "warps", (x, y, 64, 7, 1.0), usual | {"num_warps": 8}
-    yield "stages", (x, y, 64, 7, 1.0), usual | {"num_stages": 2}
+    constants: dict[str, Any] = {"FLAG": True, "BLOCK": 64, "num_warps": 4}
+    usual: dict[str, Any] = {"x": x, "y": y, "width": 64, "seed": 7, "scale": 1.0}
+    changes: dict[str, dict[str, Any]] = {
+        "usual": {}, "unaligned x": {"x": memory(4)}, "unaligned y": {"y": memory(8)},
+        "dtype": {"x": memory(dtype=torch.bfloat16)}, "dtype of y": {"y": memory(dtype=torch.float16)},
+        "no y": {"y": None}, "no multiple of 16": {"width": 65}, "width 1": {"width": 1}, "64 bits": {"width": 2**31},
+        "long seed": {"seed": 2**31}, "negative seed": {"seed": -(2**31)}, "longest seed": {"seed": 2**63},
+        "whole scale": {"scale": 2},
+    }  # fmt: skip
+    for name, change in changes.items():
+        yield name, tuple((usual | change).values()), constants
+    others: Any = {
+        "flag": {"FLAG": False},
+        "block": {"BLOCK": 128},
+        "warps": {"num_warps": 8},
+        "stages": {"num_stages": 2},
+    }
+    for name, other in others.items():
+        yield name, tuple(usual.values()), constants | other
 
 
 def test_what_is_kept_is_what_triton_would_launch(launches: Launches) -> None:

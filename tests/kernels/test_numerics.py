@@ -166,11 +166,8 @@ def test_the_same_bits_twice(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "rms"),
     [
-        (70, 2100, True),
-        (40, 16, False),
-        pytest.param(130, 2100, False, marks=LATER),
-        pytest.param(7, 2049, True, marks=LATER),
-        pytest.param(140, 40, True, marks=LATER),
+        *((70, 2100, True), (40, 16, False)),
+        *(pytest.param(*case, marks=LATER) for case in ((130, 2100, False), (7, 2049, True), (140, 40, True))),
     ],
 )
 def test_shares_of_many_processors_add_up(
@@ -211,10 +208,8 @@ def test_nothing_in_nothing_out(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("offset", "window", "dtype"),
     [
-        (2, None, torch.float32),
-        (4, 5, torch.bfloat16),
-        pytest.param(12, None, torch.bfloat16, marks=LATER),
-        pytest.param(0, 3, torch.float32, marks=LATER),
+        *((2, None, torch.float32), (4, 5, torch.bfloat16)),
+        *(pytest.param(*case, marks=LATER) for case in ((12, None, torch.bfloat16), (0, 3, torch.float32))),
     ],
 )
 def test_attention_of_a_part_of_the_keys_is_not_rounded(

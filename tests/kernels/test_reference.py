@@ -139,10 +139,7 @@ CHECKED: dict[str, tuple[Operator | torch.library.CustomOpDef, tuple[Any, ...]]]
     "swiglu_of_halves": (activation._halves_forward, (_float(3, 8),)),
     "dropout": (dropout._dropout_add, (_float(3, 8), _float(3, 8), 7, 2**30, 1.25)),
     "cross_entropy": (loss._statistics, (_float(3, 8, grad=False), IDS, 0, 7, -100, 1.0, 0.0)),
-    "cross_entropy_gradient": (
-        loss._gradient_,
-        (_float(3, 8, grad=False), IDS, *(torch.ones(3) for _ in range(3)), 0, 7, -100, 1.0, 0.0),
-    ),
+    "loss_gradient": (loss._gradient_, (_float(3, 8, grad=False), IDS, *[torch.ones(3)] * 3, 0, 7, -100, 1.0, 0.0)),
 }
 
 

@@ -279,11 +279,8 @@ def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
     for source in sources:
         if not source.path.startswith("megacore/") or source.path in exceptions.FILE_REPLACERS:
             continue
-        found += [
-            f"{source.path}:{i.line} imports fcntl: use {exceptions.FILES}"
-            for i in source.imports
-            if i.module == "fcntl"
-        ]
+        fcntl = (item.line for item in source.imports if item.module == "fcntl")
+        found += [f"{source.path}:{line} imports fcntl: use {exceptions.FILES}" for line in fcntl]
         found += [
             f"{source.path}:{node.lineno} calls os.replace: use replacing of {exceptions.FILES}"
             for node in source.nodes
@@ -322,33 +319,8 @@ def stray_kernels(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-def undocumented(sources: Iterable[Source]) -> list[str]:
-    """Modules without a docstring, catch-all module names, and public functions without types or words."""
-    found = []
-    for source in sources:
-        if PurePosixPath(source.path).stem in ("utils", "helpers", "misc", "common"):
-            found.append(f"{source.path}: a module is named for what it does")
-        if source.tree.body and not ast.get_docstring(source.tree):
-            found.append(f"{source.path} has no docstring")
-        for node in source.tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                if source.is_ours and not ast.get_docstring(node) and not _is_overload(node):
-                    found.append(f"{source.path}:{node.lineno} {node.name} has no docstring")
-                found += [f"{source.path}:{line}" for line in _untyped(node)]
-    return found
-
-
-def _is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
-    """Whether it only states types; the function that follows has the words."""
-    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
-
-
-def _untyped(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
-    if isinstance(node, ast.ClassDef):
-        inner = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
-        return [line for function in inner for line in _untyped(function)]
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
-    if node.returns is None:
-        missing.append("its result")
-    return [f"{node.lineno} {node.name} does not annotate {', '.join(missing)}"] if missing else []
+def catch_alls(sources: Iterable[Source]) -> list[str]:
+    """Modules whose names do not say what they do."""
+    stems = {source.path: PurePosixPath(source.path).stem for source in sources}
+    names = ("utils", "helpers", "misc", "common")
+    return [f"{path}: a module is named for what it does" for path, stem in stems.items() if stem in names]

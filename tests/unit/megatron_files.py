@@ -6,7 +6,7 @@ The layouts are written out here from the descriptions of the formats, apart fro
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,58 +24,31 @@ from tools.convert_checkpoint import main as convert
 
 VOCAB, PADDED, HIDDEN, HEADS, LAYERS, POSITIONS = 21, 24, 16, 4, 4, 12
 ARGS = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "ffn_hidden_size": 4 * HIDDEN,
-    "kv_channels": HIDDEN // HEADS,
-    "max_position_embeddings": POSITIONS,
-    "layernorm_epsilon": 1e-5,
+    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": 4 * HIDDEN,
+    "kv_channels": HIDDEN // HEADS, "max_position_embeddings": POSITIONS, "layernorm_epsilon": 1e-5,
     "padded_vocab_size": PADDED,
-}
-GPT = ModelConfig(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    num_attention_heads=HEADS,
-    max_position_embeddings=POSITIONS,
-    vocab_size=VOCAB,
-    hidden_dropout=0.1,  # Megatron-LM's defaults
-    attention_dropout=0.1,
-).resolve(seq_length=POSITIONS)
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "max_position_embeddings": POSITIONS,
+    "vocab_size": VOCAB, "hidden_dropout": 0.1, "attention_dropout": 0.1,  # Megatron-LM's defaults
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "ffn_hidden_size": 24, "normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope",
+    "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+GPT = ModelConfig(**SIZES).resolve(seq_length=POSITIONS)
 
 
 def llama(**fields: Any) -> ModelConfig:
     """A small Llama, with further fields or others."""
-    return dataclasses.replace(
-        ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            ffn_hidden_size=24,
-            max_position_embeddings=POSITIONS,
-            vocab_size=VOCAB,
-            hidden_dropout=0.1,  # Megatron-LM's defaults
-            attention_dropout=0.1,
-            normalization="RMSNorm",
-            activation="swiglu",
-            position_embedding_type="rope",
-            disable_bias_linear=True,
-            untie_embeddings_and_output_weights=True,
-        ),
-        **fields,
-    )
+    return ModelConfig(**{**SIZES, **LLAMA, **fields})
 
 
 LLAMA_ARGS = {
-    "ffn_hidden_size": 24,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "rotary_base": 10_000,
-    "untie_embeddings_and_output_weights": True,
+    "ffn_hidden_size": 24, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False,
+    "position_embedding_type": "rope", "rotary_base": 10_000, "untie_embeddings_and_output_weights": True,
     "vocab_size": VOCAB,
-}
+}  # fmt: skip
 """What Megatron-LM's args say of `llama()`, beside `ARGS`."""
 GROUPED: dict[str, Any] = {"num_query_groups": 2, "rotary_base": 500_000.0}
 """Fields of `llama` with grouped queries and Llama 3's base."""
@@ -145,24 +118,27 @@ def state(model: dict[str, Any], version: float | None, **args: Any) -> dict[str
     return made | ({} if version is None else {"checkpoint_version": version}) | model
 
 
+# Our name in a block -> Megatron-LM's, and which part of its weight and bias a tensor-parallel rank has.
+LEGACY = {
+    "attention_norm": ("input_layernorm", "whole"),
+    "mlp_norm": ("post_attention_layernorm", "whole"),
+    "attention.output": ("self_attention.dense", "columns"),
+    "mlp.down": ("mlp.dense_4h_to_h", "columns"),
+    "attention.qkv": ("self_attention.query_key_value", "rows"),
+    "mlp.up": ("mlp.dense_h_to_4h", "rows"),
+}
+
+
 def legacy_blocks(values: dict[str, Tensor], numbers: range, tp: int, rank: int, version: float) -> dict[str, Tensor]:
     found = {}
     for local, i in enumerate(numbers):
-        block, theirs = f"blocks.{i}", f"layers.{local}"
-        names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        names |= {"attention.output": "self_attention.dense", "mlp.down": "mlp.dense_4h_to_h"}
-        names |= {"attention.qkv": "self_attention.query_key_value", "mlp.up": "mlp.dense_h_to_4h"}
-        for ours, name in names.items():
-            for kind in ("weight", "bias"):
-                value = values[f"{block}.{ours}.{kind}"]
-                if ours in ("attention.output", "mlp.down"):
-                    value = columns(value, tp, rank) if kind == "weight" else value
-                elif ours == "attention.qkv":
-                    value = rows(value, tp, rank)
-                    value = old_order(value, version, HEADS // tp) if version < 2 else value
-                elif ours == "mlp.up":
-                    value = rows(value, tp, rank)
-                found[f"{theirs}.{name}.{kind}"] = value
+        for (ours, (theirs, part)), kind in itertools.product(LEGACY.items(), ("weight", "bias")):
+            value = values[f"blocks.{i}.{ours}.{kind}"]
+            value = rows(value, tp, rank) if part == "rows" else value
+            value = columns(value, tp, rank) if part == "columns" and kind == "weight" else value
+            if ours == "attention.qkv" and version < 2:
+                value = old_order(value, version, HEADS // tp)
+            found[f"layers.{local}.{theirs}.{kind}"] = value
     return found
 
 

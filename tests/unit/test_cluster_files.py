@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,16 @@ def test_every_cluster_is_read_back_as_it_is_written(name: str, tmp_path: Path) 
     assert all(expected.peak(precision) for precision in ("fp32", "bf16", "fp16"))
 
 
+IN_BITS = (
+    "nic_bandwidth_gb_s = 400 is more than a network card carries; the fastest have 100 GB/s. If it is in Gb/s, write "
+    "nic_bandwidth_gb_s = 50"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "nic_bandwidth_gb_s = 400",
-            "nic_bandwidth_gb_s = 400 is more than a network card carries; the fastest have 100 GB/s. If it is in "
-            "Gb/s, write nic_bandwidth_gb_s = 50",
-        ),
+        ("nic_bandwidth_gb_s = 400", IN_BITS),
         ("nic_bandwidth_gb_s = 12.5", None),
         ("nic_bandwidth_gb_s = 400\nmemory_bandwidth_gb_s = 8\non_cpu = true", None),
         ('nic_bandwidth_gb_s = 400\nsource = "fitted to output/run"', None),
@@ -49,30 +52,24 @@ def test_a_unit_that_is_probably_mistaken_is_noted(
     assert notes == ([] if said is None else [f"megacore: note: {path}: {said}"])
 
 
-def make_odd_file(path: Path, kind: str) -> None:
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        contents = {"empty": b"", "binary": b"\xff\x00", "nested": b"a = " + b"[" * 100_000, "huge": b"#" * (1 << 21)}
-        path.write_bytes(contents[kind])
+def holds(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("directory", "cannot be read: Is a directory"),
-        ("pipe", "cannot be read: is not a regular file"),
-        ("empty", "is empty: give its fields"),
-        ("binary", "is not valid TOML: it is not text in UTF-8"),
-        ("nested", "is not valid TOML: its values are nested too deeply"),
-        ("huge", "cannot be read: has 2,097,152 bytes, more than the 1,048,576 that are read"),
-    ],
-)
-def test_an_odd_cluster_file_is_refused_and_not_waited_for(kind: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    make_odd_file(path, kind)
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "directory": (Path.mkdir, "cannot be read: Is a directory"),
+    "pipe": (os.mkfifo, "cannot be read: is not a regular file"),
+    "empty": (holds(b""), "is empty: give its fields"),
+    "binary": (holds(b"\xff\x00"), "is not valid TOML: it is not text in UTF-8"),
+    "nested": (holds(b"a = " + b"[" * 100_000), "is not valid TOML: its values are nested too deeply"),
+    "huge": (holds(b"#" * (1 << 21)), "cannot be read: has 2,097,152 bytes, more than the 1,048,576 that are read"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_cluster_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path, (make, said) = tmp_path / "own.toml", ODD[kind]
+    make(path)
     with pytest.raises(ConfigError) as refused:
         cluster_named(str(path))
     (problem,) = refused.value.problems

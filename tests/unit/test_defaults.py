@@ -16,13 +16,7 @@ from tests.unit import refusals
 from tests.unit.refusals import GOOD, parse
 
 alone = refusals.alone  # fixture
-FORMER = {
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "adam_beta2": 0.999,
-    "weight_decay": 0.01,
-    "min_lr": 0.0,
-}
+FORMER = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "adam_beta2": 0.999, "weight_decay": 0.01, "min_lr": 0.0}
 DECODER = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "adam_beta2": 0.95, "weight_decay": 0.1, "min_lr": 3e-5}
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -33,15 +34,11 @@ def report_environment(rank: int, world_size: int) -> dict[str, object]:
     return {name: os.environ.get(name) for name in names} | {"group": (dist.get_rank(), dist.get_world_size())}
 
 
-def raise_on_rank_one(rank: int, world_size: int) -> None:
+def fail_on_rank_one(rank: int, world_size: int, *, is_killed: bool) -> None:
+    if rank == 1 and is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise ValueError("the number is wrong")
-    dist.barrier()
-
-
-def die_on_rank_one(rank: int, world_size: int, number: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), number)
     dist.barrier()
 
 
@@ -77,20 +74,14 @@ def test_results_come_back_by_rank_from_the_warmed_server() -> None:
 def test_environment_is_torchruns_and_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKER", "seen")
     for rank, result in enumerate(run_distributed(report_environment, 2, init=False)):
-        assert result == {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MARKER": "seen",
-            "group": (rank, 2),
-        }
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        assert result == numbers | {"MARKER": "seen", "group": (rank, 2)}
 
 
 def test_an_exception_names_its_rank_and_keeps_its_traceback() -> None:
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 failed:.*raise_on_rank_one.*the number is wrong") as caught:
-        run_distributed(raise_on_rank_one, 2)
+    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 2 failed:.*fail_on_rank_one.*the number is wrong") as caught:
+        run_distributed(partial(fail_on_rank_one, is_killed=False), 2)
     assert caught.value.ranks == [1]
     assert isinstance(caught.value.exception, ValueError)
     assert time.monotonic() - started < patience(20)  # the peers wait in a barrier for 90 s if they are let
@@ -98,7 +89,7 @@ def test_an_exception_names_its_rank_and_keeps_its_traceback() -> None:
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailed, match="rank 1 of 2 failed:\nit was killed by SIGKILL"):
-        run_distributed(die_on_rank_one, 2, int(signal.SIGKILL))
+        run_distributed(partial(fail_on_rank_one, is_killed=True), 2)
 
 
 def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> None:

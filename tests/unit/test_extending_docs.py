@@ -82,21 +82,18 @@ print(config.parallel.degrees, config.training.global_batch_size, config.microba
 """
 
 
+WRONG = "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --copies 1, or --dp 1, or leave"
+
+
 @pytest.mark.parametrize(
     ("processes", "flags", "answer"),
     [
         ("2", "--copies 2", "{'pp': 1, 'dp': 1, 'cp': 1, 'copy': 2, 'tp': 1} 1 1"),
         ("8", "--copies 2 --tp 2 --global-batch-size 8", "{'pp': 1, 'dp': 2, 'cp': 1, 'copy': 2, 'tp': 2} 8 4"),
-        (
-            "2",
-            "--copies 2 --dp 2",
-            "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --copies 1, or --dp 1, or leave",
-        ),
+        ("2", "--copies 2 --dp 2", WRONG),
     ],
 )
-def test_the_steps_of_a_dimension_make_a_degree_that_counts(
-    processes: str, flags: str, answer: str, with_copies: Path
-) -> None:
+def test_a_new_dimension_makes_a_degree_that_counts(processes: str, flags: str, answer: str, with_copies: Path) -> None:
     command = [sys.executable, "-c", PARSE, processes, *flags.split()]
     environment = os.environ | {"PYTHONPATH": str(with_copies)}
     done = subprocess.run(command, cwd=with_copies, env=environment, capture_output=True, text=True, check=False)
@@ -110,12 +107,9 @@ def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies:
     for ranks in (1, 2):
         launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} pretrain_gpt.py"
         output = with_copies / str(ranks)
-        subprocess.run(
-            [sys.executable, *launch.split(), *flags.split(), "--cp", str(ranks), "--output-dir", str(output)],
-            cwd=with_copies,
-            env=os.environ | {"PYTHONPATH": str(with_copies), "OMP_NUM_THREADS": "1"},
-            check=True,
-        )
+        words = [*launch.split(), *flags.split(), "--cp", str(ranks), "--output-dir", str(output)]
+        environment = os.environ | {"PYTHONPATH": str(with_copies), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *words], cwd=with_copies, env=environment, check=True)
         lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         losses[ranks] = [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
     assert len(losses[1]) == 3

@@ -59,14 +59,10 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
     assert {name: getattr(model, name) for name in fields} == fields
 
 
-@pytest.mark.parametrize(
-    "model_type, near",
-    [
-        ("qwen3_next", "related ones that it has: qwen3_moe and qwen3; "),
-        ("llama4", "related ones that it has: llama; "),
-        *((other, "") for other in (3, None, "zzz")),
-    ],
-)
+NEAR = {"qwen3_next": "related ones that it has: qwen3_moe and qwen3; ", "llama4": "related ones that it has: llama; "}
+
+
+@pytest.mark.parametrize("model_type, near", [*NEAR.items(), *((other, "") for other in (3, None, "zzz"))])
 def test_another_kind_of_model_is_refused_and_names_the_nearest_families(model_type: Any, near: str) -> None:
     said = f"which megacore does not have; {near}all families: docs/guides/conversion.md"
     with pytest.raises(CheckpointError, match=f"^config.json: model_type is '{model_type}', {said}$"):
@@ -102,9 +98,8 @@ def test_every_preset_can_be_exported(preset: str) -> None:
 
 def test_a_model_of_no_family_is_refused() -> None:
     config = ModelConfig(vocab_size=11, num_layers=1, hidden_size=8, num_attention_heads=2, activation="geglu")
-    with pytest.raises(
-        CheckpointError, match="no family of transformers' models that megacore has computes what this one does"
-    ):
+    said = "no family of transformers' models that megacore has computes what this one does"
+    with pytest.raises(CheckpointError, match=said):
         describe_model(config.resolve(seq_length=16))
 
 

@@ -96,6 +96,7 @@ def all_of(*harms: Harm) -> Harm:
     return lambda path: [harm(path) for harm in harms]
 
 
+LEADS_OUT, HAS_FEW = " is a link that leads out of the directory", "has 300 tensors, too few for the "
 OTHER_SHAPES = "does not hold what its config.json describes"
 TWICE = f'{{"a": {json.dumps(entry(0, 16))}, "a": {json.dumps(entry(0, 16))}}}'.encode()
 HOSTILE: dict[str, tuple[Harm, str]] = {
@@ -105,42 +106,32 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     ),
     "pickle as safetensors": (pickled("model.safetensors"), "model.safetensors is not safetensors"),
     "pickle in the index": (
-        all_of(pickled("weights.bin"), names("weights.bin")),
-        "names 'weights.bin', which is not a .safetensors file",
+        all_of(pickled("weights.bin"), names("weights.bin")), "names 'weights.bin', which is not a .safetensors file",
     ),
     "remote code": (
         all_of(
             lambda path: holds("evil.py", f"import os; os.mkdir({str(path.parent / 'marker')!r})")(path),
             config(auto_map={"AutoModelForCausalLM": "evil.Model"}),
-        ),
-        "auto_map is {.*, but megacore has only None or {}",
+        ), "auto_map is {.*, but megacore has only None or {}",
     ),
     "name upwards": (names("../outside.safetensors"), r"names a file outside itself, '\.\./outside"),
     "name absolute": (
-        lambda path: names(str(path.parent / "outside.safetensors"))(path),
-        "names a file outside itself, '/",
+        lambda path: names(str(path.parent / "outside.safetensors"))(path), "names a file outside itself, '/",
     ),
     "name below": (
         all_of(lambda path: (path / "below").mkdir(), names("below/model.safetensors")),
         "names a file outside itself, 'below/",
     ),
     "name with a null": (names("model\0.safetensors"), "names a file outside itself"),
-    "link to weights": (
-        links("model.safetensors", "../outside.safetensors"),
-        "model.safetensors is a link that leads out of the directory",
-    ),
-    "link to a tokenizer": (
-        links("tokenizer.json", "/etc/passwd"),
-        "tokenizer.json is a link that leads out of the directory",
-    ),
+    "link to weights": (links("model.safetensors", "../outside.safetensors"), "model.safetensors" + LEADS_OUT),
+    "link to a tokenizer": (links("tokenizer.json", "/etc/passwd"), "tokenizer.json" + LEADS_OUT),
     "link to a config": (
         all_of(lambda path: (path / "config.json").rename(path.parent / "c"), links("config.json", "../c")),
-        "config.json is a link that leads out of the directory",
+        "config.json" + LEADS_OUT,
     ),
     "link in a ring": (links("model.safetensors", "model.safetensors"), "is missing|has no model.safetensors"),
     "pipe as config": (
-        all_of(gone("config.json"), lambda path: os.mkfifo(path / "config.json")),
-        "config.json is not a regular file",
+        all_of(gone("config.json"), lambda path: os.mkfifo(path / "config.json")), "config.json is not a regular file",
     ),
     "huge header": (header(b"{}", 10**18), "not safetensors: its header would have 1,000,000,000,000,000,000 bytes"),
     "huge header in a huge file": (
@@ -169,10 +160,7 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     "beyond any float": (config(vocab_size=10**400), "is not a finite number"),
     "many layers": (config(n_layer=10_000), "too few for the 10000 layers"),
     # A million heads: as many runs of rows in each layer, if anybody made them.
-    "many heads": (
-        all_of(config(**MANY_HEADS, n_layer=100), FEW_TENSORS),
-        "has 300 tensors, too few for the 100 layers",
-    ),
+    "many heads": (all_of(config(**MANY_HEADS, n_layer=100), FEW_TENSORS), HAS_FEW + "100 layers"),
     "many heads of few layers": (all_of(config(**MANY_HEADS, n_layer=20), FEW_TENSORS), OTHER_SHAPES),
     "many heads of a BERT": (
         all_of(config({"model_type": "bert", **A_MILLION, "num_hidden_layers": 12, "vocab_size": 11}), FEW_TENSORS),
@@ -181,10 +169,10 @@ HOSTILE: dict[str, tuple[Harm, str]] = {
     # Each head with norms of its own: as many names.
     "many heads with norms": (
         all_of(config({"model_type": "stablelm", **A_MILLION, "head_dim": 8, "qk_layernorm": True}), FEW_TENSORS),
-        "has 300 tensors, too few for the 1000000 heads",
+        HAS_FEW + "1000000 heads",
     ),
     "wide": (config(n_embd=1_000_000, vocab_size=100_000_000), OTHER_SHAPES),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -39,9 +40,6 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "Job", documents(JOB)["Job"]["spec"]["template"]["spec"]
     for name, replica in documents(OPERATED)["PyTorchJob"]["spec"]["pytorchReplicaSpecs"].items():
         yield name, replica["template"]["spec"]
-
-
-PODS = pytest.mark.parametrize("pod", [pytest.param(pod, id=name) for name, pod in pods()])
 
 
 def test_the_indexed_job_has_a_pod_for_every_node() -> None:
@@ -80,7 +78,7 @@ def test_the_pytorchjob_has_a_pod_for_every_node() -> None:
         assert replica["template"]["spec"]["containers"][0]["name"] == "pytorch"
 
 
-@PODS
+@pytest.mark.parametrize("pod", [pytest.param(pod, id=name) for name, pod in pods()])
 def test_a_pod_starts_the_run(pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]
     assert container["command"] == ["torchrun"]
@@ -116,11 +114,10 @@ def test_a_script_is_one_of_bash(script: Path) -> None:
     assert script.read_text().startswith("#!/bin/bash\n")
 
 
-@pytest.mark.parametrize("name", ["slurm-torchrun.sbatch", "slurm-srun.sbatch"])
-def test_a_batch_script_asks_slurm_for_the_nodes(name: str) -> None:
+@pytest.mark.parametrize(("name", "tasks"), [("slurm-torchrun.sbatch", 1), ("slurm-srun.sbatch", GPUS)])
+def test_a_batch_script_asks_slurm_for_the_nodes(name: str, tasks: int) -> None:
     text = (LAUNCH / name).read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
-    tasks = {"slurm-torchrun.sbatch": 1, "slurm-srun.sbatch": GPUS}[name]
     assert (asked["nodes"], asked["gpus-per-node"]) == (str(NODES), str(GPUS))
     assert int(asked["ntasks-per-node"]) == tasks
     assert {"requeue", "time", "signal", "open-mode"} <= asked.keys()
@@ -154,16 +151,13 @@ exit $status
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "per_node"), [("slurm-torchrun.sbatch", 1), ("slurm-srun.sbatch", 2)])
-def test_a_batch_script_saves_before_its_time_is_over_and_queues_again(
-    tmp_path: Path, name: str, per_node: int
-) -> None:
+def test_a_batch_script_saves_before_its_end_and_queues_again(tmp_path: Path, name: str, per_node: int) -> None:
     """The script with stand-ins for Slurm's programs: two nodes, and the signal that Slurm sends to their tasks."""
-    programs = tmp_path / "bin"
+    programs, output = tmp_path / "bin", tmp_path / "out"
     programs.mkdir()
     for program, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (programs / program).write_text(text)
         (programs / program).chmod(0o755)
-    output = tmp_path / "out"
     (tmp_path / "run.toml").write_text(
         '[model]\npreset = "gpt2-tiny"\n[data]\nmock_data = true\n'
         f'[training]\ntrain_iters = 1000000\nglobal_batch_size = 4\noutput_dir = "{output}"\n'
@@ -178,9 +172,8 @@ def test_a_batch_script_saves_before_its_time_is_over_and_queues_again(
     for folder in ("pretrain_gpt.py", "examples", "megacore"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     with (tmp_path / "log").open("w") as log:
-        job = subprocess.Popen(
-            ["bash", str(LAUNCH / name)], cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+        job = subprocess.Popen(["bash", str(LAUNCH / name)], stdout=log, stderr=log, **options)
     metrics = output / "metrics.jsonl"
     try:
         until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 90, "no steps")
@@ -197,11 +190,14 @@ def test_a_batch_script_saves_before_its_time_is_over_and_queues_again(
 def test_a_finished_run_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f'[training]\ntrain_iters = 20\noutput_dir = "{tmp_path}/out"\n')
 
-    def status(*flags: str, name: str = "run.toml") -> int:
-        command = [sys.executable, str(LAUNCH / "is_finished.py"), str(tmp_path / name), *flags]
-        return subprocess.run(command, check=False).returncode
+    main = runpy.run_path(str(LAUNCH / "is_finished.py"))["main"]
 
-    assert status() == 1
+    def status(*flags: str, name: str = "run.toml") -> int:
+        found: int = main([str(tmp_path / name), *flags])
+        return found
+
+    command = [sys.executable, str(LAUNCH / "is_finished.py"), str(tmp_path / "run.toml")]
+    assert status() == subprocess.run(command, check=False).returncode == 1
     assert status(name="missing.toml") == 2
     for step, expected in ((10, 3), (20, 0)):
         (tmp_path / "out" / f"step_{step:08d}").mkdir(parents=True)

@@ -46,10 +46,8 @@ def families(config: ResolvedConfig) -> dict[str, list[Groups]]:
     parallel = config.parallel
     of = {role: groups_of_role(role, DIMENSIONS, parallel.degrees) for role in ("layer", "sequence", "replicas")}
     split = parallel.ep, parallel.expert_split
-    experts = {
-        role: groups_of_experts(role, DIMENSIONS, parallel.degrees, split)
-        for role in ("expert_layer", "dispatch", "expert_replicas")
-    }
+    roles = ("expert_layer", "dispatch", "expert_replicas")
+    experts = {role: groups_of_experts(role, DIMENSIONS, parallel.degrees, split) for role in roles}
     n = parallel.zero_shard_size or len(of["replicas"][0])
     shards = [ranks[i : i + n] for ranks in of["replicas"] for i in range(0, len(ranks), n)]
     across = [ranks[i::n] for ranks in of["replicas"] for i in range(n)]
@@ -83,11 +81,6 @@ def across(groups: Groups, node: int) -> Crossing:
     return Crossing(max(found.values(), default=0), max(together.values(), default=0), min(least, default=0))
 
 
-def sharing(groups: Groups, node: int) -> int:
-    """On the node with the most of them, the groups that have ranks in it and in others."""
-    return across(groups, node).groups
-
-
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 10))])
 def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> None:
     config = random_layout(seed)
@@ -106,9 +99,11 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
     message, tied = stage_message(config), tied_gradients(config)
     assert tied is not None
     for node in NODES:
-        assert groups_between_nodes(message.ranks, message.stride, message.among, node) == sharing(pipelines, node)
+        assert (
+            groups_between_nodes(message.ranks, message.stride, message.among, node) == across(pipelines, node).groups
+        )
         ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
-        assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == sharing(ends, node)
+        assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == across(ends, node).groups
 
 
 def collectives(traffic: Iterable[Sent]) -> list[Sent]:
@@ -118,31 +113,9 @@ def collectives(traffic: Iterable[Sent]) -> list[Sent]:
 SURE = Range(1.0, 1.0, 1.0)
 # Nodes of 8 ranks; links of 100 GB/s, and a network card of 2 GB/s for each rank.
 DEVICE = Device(
-    name="ideal",
-    reported_as="ideal",
-    memory_bytes=1e9,
-    memory_bandwidth=1e12,
-    node_link=Link(bandwidth=1e11, latency=0.0),
-    network=Link(bandwidth=2e9, latency=0.0),
-    link_efficiency=SURE,
-    network_efficiency=SURE,
-)
-
-
-def seconds_of(pattern: Pattern, ranks: int, stride: int, world: int, device: Device = DEVICE) -> float:
-    """Of 100 MB."""
-    transfer = Transfer(
-        name="t",
-        phase="forward",
-        number=1,
-        role="layer",
-        pattern=pattern,
-        bytes=1e8,
-        ranks=ranks,
-        stride=stride,
-        among=range(world),
-    )
-    return transfer_seconds(transfer, device)
+    name="ideal", reported_as="ideal", memory_bytes=1e9, memory_bandwidth=1e12, link_efficiency=SURE,
+    node_link=Link(bandwidth=1e11, latency=0.0), network=Link(bandwidth=2e9, latency=0.0), network_efficiency=SURE,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -169,4 +142,8 @@ def seconds_of(pattern: Pattern, ranks: int, stride: int, world: int, device: De
 def test_a_transfer_has_the_network_cards_of_its_ranks(
     pattern: Pattern, ranks: int, stride: int, world: int, seconds: float
 ) -> None:
-    assert seconds_of(pattern, ranks, stride, world) == pytest.approx(seconds, rel=1e-9)
+    transfer = Transfer(
+        name="t", phase="forward", number=1, role="layer", pattern=pattern, bytes=1e8, ranks=ranks, stride=stride,
+        among=range(world),
+    )  # fmt: skip
+    assert transfer_seconds(transfer, DEVICE) == pytest.approx(seconds, rel=1e-9)

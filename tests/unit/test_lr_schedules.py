@@ -40,17 +40,12 @@ def torchs(scheduler: Any, **options: Any) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(("style", "theirs"), [("cosine", "cos"), ("linear", "linear")])
 def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
-    options: dict[str, Any] = {
-        "max_lr": 0.1,
-        "total_steps": STEPS + 1,
-        "pct_start": 12 / (STEPS + 1),
-        "final_div_factor": 1e9,
-    }
-    options["anneal_strategy"] = theirs
+    options: dict[str, Any] = {"max_lr": 0.1, "total_steps": STEPS + 1, "pct_start": 12 / (STEPS + 1)}
+    options |= {"final_div_factor": 1e9, "anneal_strategy": theirs}
     # torch ends one step later than it counts: its last of T steps is number T - 1 from 0.
     expected, momenta = torchs(torch.optim.lr_scheduler.OneCycleLR, **options, max_momentum=0.95)
-    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "lr_warmup_iters": 12, "lr_decay_iters": STEPS + 1}
-    changes["lr_cycle_style"] = style
+    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "lr_warmup_iters": 12, "lr_cycle_style": style}
+    changes["lr_decay_iters"] = STEPS + 1
     assert rates(**changes) == pytest.approx(expected, rel=1e-6, abs=1e-11)
     config = OptimizerConfig(lr=0.1, **changes)
     found = [momentum(step, config, usual=0.95, train_iters=STEPS) for step in range(1, STEPS + 1)]
@@ -61,13 +56,8 @@ def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
 def test_restarts_are_torchs(factor: int, warmup: int) -> None:
     options = {"T_0": 6, "T_mult": factor, "eta_min": 0.01}
     expected, _ = torchs(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, **options)
-    found = rates(
-        lr_decay_style="cosine-restarts",
-        lr_restart_iters=6,
-        lr_restart_factor=float(factor),
-        lr_warmup_iters=warmup,
-        min_lr=0.01,
-    )
+    changes: dict[str, Any] = {"lr_decay_style": "cosine-restarts", "lr_restart_iters": 6, "min_lr": 0.01}
+    found = rates(**changes, lr_restart_factor=float(factor), lr_warmup_iters=warmup)
     begin = max(warmup, 1)  # the first update of ours is number 1, that of torch number 0
     assert found[begin - 1 : -1] == pytest.approx(expected[begin - warmup : STEPS - warmup][: STEPS - begin], rel=1e-9)
     assert found[-1] == 0.01
@@ -78,12 +68,8 @@ def test_restarts_are_torchs(factor: int, warmup: int) -> None:
 def test_a_step_has_the_rate_of_megatrons_next_step(style: str, warmup: int) -> None:
     """Megatron-LM's rate depends on the steps before the one that it is for (docs/guides/coming-from-megatron.md)."""
     shape = {"linear": lambda x: 1 - x, "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x))}[style]
-    theirs = []
-    for before in range(STEPS + 1):
-        if warmup and before <= warmup:
-            theirs.append(0.01 + (0.1 - 0.01) * before / warmup)
-        else:
-            theirs.append(0.1 * shape((before - warmup) / (STEPS - warmup)))
+    theirs = [0.01 + (0.1 - 0.01) * before / warmup for before in range(warmup)]
+    theirs += [0.1 * shape((before - warmup) / (STEPS - warmup)) for before in range(warmup, STEPS + 1)]
     first = {"lr_warmup_init": 0.01} if warmup else {}
     ours = rates(lr_decay_style=style, lr_warmup_iters=warmup, **first)
     assert ours == pytest.approx(theirs[1:])
@@ -95,13 +81,12 @@ def test_polynomial_is_torchs() -> None:
     assert rates(lr_decay_style="polynomial", lr_decay_power=3.0)[:-1] == pytest.approx(expected[1:], rel=1e-9)
 
 
+LINEAR, COSINE = 0.02 + 0.28 / STEPS, 0.02 + 0.28 * 0.5 * (1 - math.cos(math.pi / STEPS))
+
+
 @pytest.mark.parametrize(
     ("style", "expected"),
-    [
-        ("constant", [0.1, 0.1, 0.1]),
-        ("linear", [0.02 + 0.28 / STEPS, 0.16, 0.3]),
-        ("cosine", [0.02 + 0.28 * 0.5 * (1 - math.cos(math.pi / STEPS)), 0.16, 0.3]),
-    ],
+    [("constant", [0.1, 0.1, 0.1]), ("linear", [LINEAR, 0.16, 0.3]), ("cosine", [COSINE, 0.16, 0.3])],
 )
 def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) -> None:
     ends = {} if style == "constant" else {"start_weight_decay": 0.02, "end_weight_decay": 0.3}
@@ -128,14 +113,13 @@ def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.C
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert all(f">{title}<" in text for title in ("learning rate", "weight decay", "momentum"))
     assert text.count("<line") >= 3 * 49
-    capsys.readouterr()
-    assert draw_lr.main(["--train-iters", "3", "--lr", "0.5", "--lr-decay-style", "constant"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}            0.5" for step in (1, 2, 3)]
+    (tmp_path / "config.toml").write_text("[training]\ntrain_iters = 3\n[optimizer]\nlr = 0.25\n", encoding="utf-8")
+    for words, rate in (("--train-iters 3 --lr 0.5", "0.5"), (str(tmp_path), "0.25")):  # by flags, or of a run
+        capsys.readouterr()
+        assert draw_lr.main([*words.split(), "--lr-decay-style", "constant"]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}{rate:>15}" for step in (1, 2, 3)]
     assert draw_lr.main(["--train-iters", "2147483647"]) == 0  # only what is shown is computed
     assert capsys.readouterr().out.splitlines()[-1].split() == ["2147483647", "3e-05"]
-    (tmp_path / "config.toml").write_text("[training]\ntrain_iters = 3\n[optimizer]\nlr = 0.25\n", encoding="utf-8")
-    assert draw_lr.main([str(tmp_path), "--lr-decay-style", "constant"]) == 0  # of a run
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}           0.25" for step in (1, 2, 3)]
     assert draw_lr.main(["--lr", "0.5"]) == 2
     assert "--train-iters is missing" in capsys.readouterr().err
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"

@@ -204,12 +204,9 @@ def test_enumerations_are_passed_over(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("tokenizer", "said", "more"),
-    [
-        ("NullTokenizer", VOCAB - 1, {}),
-        ("NullTokenizer", VOCAB, {"null_tokenizer_eod_id": None}),
-        ("GPT2BPETokenizer", VOCAB, {}),
-    ],
-)
+    [("NullTokenizer", VOCAB - 1, {}), ("NullTokenizer", VOCAB, {"null_tokenizer_eod_id": None}),
+     ("GPT2BPETokenizer", VOCAB, {})],
+)  # fmt: skip
 def test_the_row_that_ends_a_document_stays(
     tokenizer: str, said: int, more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,16 +224,9 @@ def test_the_row_that_ends_a_document_stays(
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
 
 LLAMA = llama(
-    **GROUPED,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-    rope_scaling="llama3",
-    rope_scaling_factor=8.0,
-    rope_original_max_positions=8192,
-    add_qkv_bias=True,
-    qk_layernorm=True,
-    make_vocab_size_divisible_by=8,
-).resolve(seq_length=POSITIONS)
+    **GROUPED, hidden_dropout=0.0, attention_dropout=0.0, rope_scaling="llama3", rope_scaling_factor=8.0,
+    rope_original_max_positions=8192, add_qkv_bias=True, qk_layernorm=True, make_vocab_size_divisible_by=8,
+).resolve(seq_length=POSITIONS)  # fmt: skip
 
 
 NEMOTRON = llama(
@@ -312,22 +302,25 @@ def test_ranks_have_the_names_and_shapes_of_megatron_core(tmp_path: Path) -> Non
     assert all(type(value) in (int, float, bool, str) for value in vars(state["args"]).values())
 
 
-def test_what_cannot_be_written_for_megatron_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Megatron core has windows too: the message must not deny that.
-    checkpoint_of(dataclasses.replace(LLAMA, activation="geglu", window_size=9), tmp_path / "geglu")
-    assert to_megatron(tmp_path / "geglu", tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert "--to megatron and torch_dist cannot write --activation geglu or --window-size 9: use --to hf" in said
-    checkpoint_of(dataclasses.replace(LLAMA, norm_affine=False, clip_qkv=8.0, logits_divisor=2.0), tmp_path / "divisor")
-    assert to_megatron(tmp_path / "divisor", tmp_path / "out") == 2
-    assert "cannot write --no-norm-affine, --clip-qkv 8 or --logits-divisor 2: use --to hf" in capsys.readouterr().err
-    checkpoint_of(LLAMA, tmp_path / "llama")
-    assert to_megatron(tmp_path / "llama", tmp_path / "out", tp=4, pp=3) == 2
-    said = capsys.readouterr().err
-    assert "--tp 4 must divide the 2 query groups: use 1 or 2" in said
-    assert "--pp 3 must divide the 4 layers: use " in said
-    assert to_megatron(tmp_path / "llama", tmp_path / "out", "torch_dist", tp=2) == 2
-    assert "--tp has no effect with --from megacore --to torch_dist" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("fields", "kind", "flags", "said"),
+    [
+        # Megatron core has windows too: the message must not deny that.
+        ({"activation": "geglu", "window_size": 9}, "megatron", {},
+         "--to megatron and torch_dist cannot write --activation geglu or --window-size 9: use --to hf"),
+        ({"norm_affine": False, "clip_qkv": 8.0, "logits_divisor": 2.0}, "megatron", {},
+         "cannot write --no-norm-affine, --clip-qkv 8 or --logits-divisor 2: use --to hf"),
+        ({}, "megatron", {"tp": 4, "pp": 3}, "--tp 4 must divide the 2 query groups: use 1 or 2"),
+        ({}, "megatron", {"tp": 4, "pp": 3}, "--pp 3 must divide the 4 layers: use "),
+        ({}, "torch_dist", {"tp": 2}, "--tp has no effect with --from megacore --to torch_dist"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_for_megatron_is_refused(
+    fields: Any, kind: str, flags: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_of(dataclasses.replace(LLAMA, **fields), tmp_path / "ours")
+    assert to_megatron(tmp_path / "ours", tmp_path / "out", kind, **flags) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -336,37 +329,19 @@ def test_what_cannot_be_written_for_megatron_is_refused(tmp_path: Path, capsys: 
 EXPERTS = 4
 DENSE = llama().resolve(seq_length=POSITIONS)
 SECTION = ExpertsConfig(
-    num_experts=EXPERTS,
-    moe_ffn_hidden_size=8,
-    moe_router_score_function="sigmoid",
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_enable_expert_bias=True,
-    moe_router_num_groups=2,
-    moe_router_group_topk=1,
-    moe_shared_expert_size=12,
-    moe_shared_expert_gate=True,
-    moe_first_dense_layers=1,
-    moe_layer_freq=2,
-)
+    num_experts=EXPERTS, moe_ffn_hidden_size=8, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True, moe_router_num_groups=2, moe_router_group_topk=1, moe_shared_expert_size=12,
+    moe_shared_expert_gate=True, moe_first_dense_layers=1, moe_layer_freq=2,
+)  # fmt: skip
 MIXTURE: ResolvedModel = dataclasses.replace(DENSE, experts=SECTION.resolve(24))
 MOE_ARGS: dict[str, Any] = {
-    **LLAMA_ARGS,
-    "num_layers": LAYERS,
-    "num_experts": EXPERTS,
-    "moe_ffn_hidden_size": 8,
-    "moe_router_topk": 2,
+    **LLAMA_ARGS, "num_layers": LAYERS, "num_experts": EXPERTS, "moe_ffn_hidden_size": 8, "moe_router_topk": 2,
     "moe_router_score_function": "sigmoid",
     "moe_router_pre_softmax": True,  # as recipes of DeepSeek-V3 have it; without effect
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_shared_expert_intermediate_size": 12,
-    "moe_shared_expert_gate": True,
-    "moe_layer_freq": [0, 1, 0, 1],
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_grouped_gemm": True,
-}
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True,
+    "moe_layer_freq": [0, 1, 0, 1], "moe_router_load_balancing_type": "seq_aux_loss", "moe_grouped_gemm": True,
+}  # fmt: skip
 
 
 def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers: range, form: str) -> dict[str, Tensor]:

@@ -10,20 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import operators
 from benchmarks.host_time import BareBlock, calls, our_block, without_driver
-from benchmarks.operators import (
-    CONTEXT_COMMS,
-    MIXTRAL,
-    RANKS,
-    count_block,
-    count_divided,
-    count_experts,
-    count_head,
-    group_of,
-    model_of,
-    table,
-)
-from megacore.parallel.context import ContextComm
 from megacore.parallel.experts import ExpertRanks
 
 MOST = {"Llama": (10, 15), "GPT-2": (9, 18), "GPT-2, dropout": (10, 20)}
@@ -39,7 +27,7 @@ def no_group_stays() -> Iterator[None]:
 
 @pytest.mark.parametrize("shape", MOST)
 def test_operators_of_a_block(shape: str) -> None:
-    count = count_block(shape, 1)
+    count = operators.count_block(shape, 1)
     found = count.forward.total(), count.backward.total()
     assert found[0] <= MOST[shape][0] and found[1] <= MOST[shape][1], f"{count}: {count.forward}, {count.backward}"
     assert "aten::clone" not in count.forward + count.backward
@@ -48,7 +36,7 @@ def test_operators_of_a_block(shape: str) -> None:
 @pytest.mark.parametrize("shape", MOST)
 def test_a_split_block_adds_its_collectives_alone(shape: str) -> None:
     """The biases of the row-parallel layers are added by a rank's product."""
-    one, split = count_block(shape, 1), count_block(shape, 8)
+    one, split = operators.count_block(shape, 1), operators.count_block(shape, 8)
     assert split.forward.total() == one.forward.total() + 2
     assert split.backward.total() == one.backward.total() + 2
     assert split.forward["c10d::allreduce_"] == split.backward["c10d::allreduce_"] == 2
@@ -56,25 +44,27 @@ def test_a_split_block_adds_its_collectives_alone(shape: str) -> None:
 
 def test_nothing_copies_what_it_could_read_in_place() -> None:
     """Neither a split block before its sums, which a backward in halves has too, nor the parts of split experts."""
-    experts = count_block(MIXTRAL, 1, experts=ExpertRanks(layer=group_of(RANKS)))
+    ranks = ExpertRanks(layer=operators.group_of(operators.RANKS))
+    experts = operators.count_block(operators.MIXTRAL, 1, experts=ranks)
     assert experts.forward["c10d::allreduce_"] == 1 and experts.backward["c10d::allreduce_"] == 2
-    counts = [experts, *(count_block(shape, 8) for shape in MOST)]
+    counts = [experts, *(operators.count_block(shape, 8) for shape in MOST)]
     for shape in MOST:
-        counts.append(count_block(shape, RANKS, split_backward=True))
+        counts.append(operators.count_block(shape, operators.RANKS, split_backward=True))
         assert counts[-1].forward["c10d::allreduce_"] == counts[-1].backward["c10d::allreduce_"] == 2
     assert not any("aten::clone" in count.forward + count.backward for count in counts)
 
 
-@pytest.mark.parametrize(("comm", "most"), list(zip(CONTEXT_COMMS, [(16, 28), (68, 99), (17, 24)], strict=True)))
-def test_operators_of_a_block_whose_sequences_are_divided(comm: ContextComm, most: tuple[int, int]) -> None:
+def test_operators_of_a_block_whose_sequences_are_divided() -> None:
     """Putting the sequence together, or taking it apart, is one copy whatever the number of ranks."""
-    count = count_divided(comm)
-    assert count.forward.total() <= most[0] and count.backward.total() <= most[1], f"{count.forward}, {count.backward}"
+    for comm, most in zip(operators.CONTEXT_COMMS, [(16, 28), (68, 99), (17, 24)], strict=True):
+        count = operators.count_divided(comm)
+        found = count.forward.total(), count.backward.total()
+        assert found[0] <= most[0] and found[1] <= most[1], f"{comm}: {count.forward}, {count.backward}"
 
 
 def test_operators_of_a_block_with_experts() -> None:
     """One launch computes a product of all experts. The host waits for the numbers of rows alone."""
-    one, split = count_experts(1), count_experts(RANKS)
+    one, split = operators.count_experts(1), operators.count_experts(operators.RANKS)
     assert one.forward.total() <= 36 and one.backward.total() <= 36
     assert split.forward.total() <= 50 and split.backward.total() <= 40
     assert (one.waits, split.waits) == (1, 1)
@@ -83,14 +73,14 @@ def test_operators_of_a_block_with_experts() -> None:
 
 
 def test_operators_of_the_output_layer_and_loss() -> None:
-    one, split = count_head(1), count_head(8)
+    one, split = operators.count_head(1), operators.count_head(8)
     assert one.forward.total() <= 6 and one.backward.total() <= 9
     assert split.forward.total() <= 8 and split.backward.total() <= 10
 
 
 def test_the_page_has_the_counts() -> None:
     page = Path(__file__).resolve().parents[2] / "docs/reports/measured.md"
-    assert table() in page.read_text(), "docs/reports/measured.md: write the table of python benchmarks/operators.py"
+    assert operators.table() in page.read_text(), f"{page}: write the table of python benchmarks/operators.py"
 
 
 # ---- calls of the host -----------------------------------------------------------------------------------------------
@@ -102,7 +92,7 @@ MOST_CALLS = 1.85
 @pytest.mark.parametrize("shape", ["Llama", "GPT-2", "GPT-2, dropout"])
 def test_a_block_calls_twice_the_functions_of_bare_operators(shape: str) -> None:
     groups = {"num_query_groups": 2} if shape == "Llama" else {}
-    config = model_of(shape, 1, hidden_size=64, num_attention_heads=4, **groups)
+    config = operators.model_of(shape, 1, hidden_size=64, num_attention_heads=4, **groups)
     x = torch.zeros(1, 4, 64, requires_grad=True)
     with without_driver():
         ours, bare = (calls(nn.Sequential(kind(config), kind(config)), x) for kind in (our_block, BareBlock))

@@ -10,18 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import (
-    AdafactorConfig,
-    AdamConfig,
-    AdamWConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
-    OneBitAdamConfig,
-    OneBitLambConfig,
-    OptimizerSettings,
-    SGDConfig,
-)
+from megacore import config
+from megacore.config import OptimizerSettings
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
@@ -31,14 +21,10 @@ from tests.parity.runs import make_config
 
 STEPS, LR, DECAY = 20, 1e-2, 0.1
 SHAPES = {
-    "embedding.tokens.weight": (11, 6),
-    "blocks.0.up.weight": (12, 6),
-    "blocks.0.up.bias": (12,),
-    "blocks.0.attention.qkv.weight": (18, 6),
-    "blocks.0.down.weight": (6, 12),
-    "blocks.0.norm.weight": (6,),
-}
-ADAM = AdamWConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+    "embedding.tokens.weight": (11, 6), "blocks.0.up.weight": (12, 6), "blocks.0.up.bias": (12,),
+    "blocks.0.attention.qkv.weight": (18, 6), "blocks.0.down.weight": (6, 12), "blocks.0.norm.weight": (6,),
+}  # fmt: skip
+ADAM = config.AdamWConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
 Weights = dict[str, Tensor]
 Reference = Callable[[Weights, list[Weights]], None]
 
@@ -59,21 +45,17 @@ def drawn(seed: int) -> Weights:
 
 
 def updated(
-    settings: OptimizerSettings,
-    weights: Weights,
-    gradients: list[Weights],
-    *,
-    dtype: torch.dtype = torch.float32,
+    settings: OptimizerSettings, weights: Weights, gradients: list[Weights], *, dtype: torch.dtype = torch.float32,
     factor: float = 1.0,
-) -> Weights:
+) -> Weights:  # fmt: skip
     """The weights after megacore's updates, from gradients of a dtype that are clipped by a factor."""
     alone = Mesh(device=torch.device("cpu"))
     options = ZeroOptions(optimizer=settings, compute_dtype=dtype, reduce_dtype=dtype)
     data_parallel = DataParallel([[Parameters(weights)]], alone, options=options, bucket_bytes=1 << 20)
     kind = OPTIMIZER_CLASSES[type(settings)]
     optimizer = kind(data_parallel.runs, settings, weight_decay=DECAY, adam=ADAM)
-    config = make_config((1, 1, 1), "output", hidden_size=6, num_attention_heads=2)
-    optimizer.attach(data_parallel.segments, alone, config)
+    run = make_config((1, 1, 1), "output", hidden_size=6, num_attention_heads=2)
+    optimizer.attach(data_parallel.segments, alone, run)
     for of_step in gradients:
         for bucket in data_parallel.in_order_of_use():
             runs = data_parallel.runs_of(bucket)
@@ -149,7 +131,7 @@ def muon(weights: Weights, gradients: list[Weights]) -> None:
     heads = [slice(start, start + 3) for start in range(0, 18, 3)]
     for name, weight in weights.items():
         if not name.startswith("blocks.") or weight.dim() == 1:
-            torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)({name: weight}, gradients)
+            ADAMW({name: weight}, gradients)
             continue
         momentum = torch.zeros_like(weight)
         for of_step in gradients:
@@ -171,7 +153,7 @@ def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
             weight.grad = of_step[name].float()
         optimizer.step()
     others = {name: weight for name, weight in weights.items() if name not in matrices}
-    torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)(others, gradients)
+    ADAMW(others, gradients)
     for name, weight in matrices.items():
         weights[name].copy_(weight)
 
@@ -188,33 +170,21 @@ def torchs_adafactor(weights: Weights, gradients: list[Weights]) -> None:
         optimizer.step()
 
 
+ADAMW = torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)
+SGD: dict[str, Any] = {"sgd_momentum": 0.8}
+MUON: dict[str, Any] = {"muon_momentum": 0.9, "muon_ns_dtype": "bf16", "muon_scale_mode": "shape_scaling"}
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
-    "adamw": (ADAM, torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)),
-    "adam": (AdamConfig(), torchs(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-6)),
-    "sgd": (SGDConfig(sgd_momentum=0.8), torchs(torch.optim.SGD, momentum=0.8)),
-    "sgd-nesterov": (
-        SGDConfig(sgd_momentum=0.8, sgd_nesterov=True),
-        torchs(torch.optim.SGD, momentum=0.8, nesterov=True),
-    ),
-    "sgd-plain": (SGDConfig(sgd_momentum=0.0), torchs(torch.optim.SGD)),
-    "lamb": (LambConfig(), lamb(0.0, math.inf)),
-    "lamb-limits": (LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
-    "muon": (MuonConfig(muon_momentum=0.9, muon_nesterov=False, muon_split_qkv="heads"), muon),
-    "muon-torch": (
-        MuonConfig(
-            muon_momentum=0.9,
-            muon_ns_dtype="bf16",
-            muon_scale_mode="shape_scaling",
-            muon_extra_scale_factor=1.0,
-            muon_split_qkv="none",
-        ),
-        torchs_muon,
-    ),
-    "adafactor": (
-        AdafactorConfig(adafactor_beta2_decay=-0.7, adafactor_eps2=1e-2),
-        torchs_adafactor,
-    ),
-    "lion": (LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
+    "adamw": (ADAM, ADAMW),
+    "adam": (config.AdamConfig(), torchs(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-6)),
+    "sgd": (config.SGDConfig(**SGD), torchs(torch.optim.SGD, momentum=0.8)),
+    "nesterov": (config.SGDConfig(**SGD, sgd_nesterov=True), torchs(torch.optim.SGD, momentum=0.8, nesterov=True)),
+    "sgd-plain": (config.SGDConfig(sgd_momentum=0.0), torchs(torch.optim.SGD)),
+    "lamb": (config.LambConfig(), lamb(0.0, math.inf)),
+    "lamb-limits": (config.LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
+    "muon": (config.MuonConfig(muon_momentum=0.9, muon_nesterov=False, muon_split_qkv="heads"), muon),
+    "muon-torch": (config.MuonConfig(**MUON, muon_extra_scale_factor=1.0, muon_split_qkv="none"), torchs_muon),
+    "adafactor": (config.AdafactorConfig(adafactor_beta2_decay=-0.7, adafactor_eps2=1e-2), torchs_adafactor),
+    "lion": (config.LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
 
 
@@ -236,12 +206,12 @@ def test_adafactor_takes_the_same_steps_from_gradients_in_16_bits() -> None:
     weights = drawn(0)
     gradients = [{name: value.bfloat16() for name, value in drawn(step).items()} for step in range(1, STEPS + 1)]
     found, expected = (
-        updated(AdafactorConfig(), weights, gradients, dtype=dtype, factor=0.3)
+        updated(config.AdafactorConfig(), weights, gradients, dtype=dtype, factor=0.3)
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_every_optimizer_is_compared() -> None:
-    elsewhere = {OneBitAdamConfig, OneBitLambConfig}  # tests/parity/test_compressed_gradients.py
+    elsewhere = {config.OneBitAdamConfig, config.OneBitLambConfig}  # tests/parity/test_compressed_gradients.py
     assert {type(settings) for settings, _ in CASES.values()} == set(OPTIMIZER_CLASSES) - elsewhere

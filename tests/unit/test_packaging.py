@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -167,16 +167,19 @@ def probe(cwd: Path, python_path: list[Path], sites: list[Path]) -> dict[str, st
     return found
 
 
-def checkout(_: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+Way = tuple[list[Path], list[Path], Path]
+
+
+def checkout(_: pytest.FixtureRequest) -> Way:
     return [ROOT], [], ROOT
 
 
-def wheel(request: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+def wheel(request: pytest.FixtureRequest) -> Way:
     site: Path = request.getfixturevalue("wheel_site")
     return [site], [], site
 
 
-def editable(request: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+def editable(request: pytest.FixtureRequest) -> Way:
     site: Path = request.getfixturevalue("editable_site")
     return [], [site], site.parent / "editable-tree"
 
@@ -184,19 +187,17 @@ def editable(request: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Pa
 @pytest.mark.parametrize("with_foreign", [False, True], ids=["alone", "beside-another-kernels"])
 @pytest.mark.parametrize("way", [checkout, wheel, pytest.param(editable, marks=pytest.mark.slow)])
 def test_each_package_is_found_under_its_own_name(
-    way: Callable[[pytest.FixtureRequest], tuple[list[Path], list[Path], Path]],
-    with_foreign: bool,
-    foreign: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    way: Any, with_foreign: bool, foreign: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     python_path, sites, home = way(request)
     # The other package comes last on the path: it must win by being a real package, not by its place.
     found = probe(tmp_path, python_path, [*sites, foreign] if with_foreign else sites)
-    assert found["megacore"] == str(home / "megacore" / "__init__.py")
-    folder = home / "megacore" / "kernels" if way is wheel else home / "kernels"
-    assert found["ours"] == str(folder / "availability.py")
-    assert found["theirs"] == (str(foreign / "kernels" / "__init__.py") if with_foreign else None)
+    kernels = home / "megacore" / "kernels" if way is wheel else home / "kernels"
+    assert found == {
+        "megacore": str(home / "megacore" / "__init__.py"),
+        "ours": str(kernels / "availability.py"),
+        "theirs": str(foreign / "kernels" / "__init__.py") if with_foreign else None,
+    }
 
 
 def test_a_script_started_in_the_checkout_sees_the_real_kernels(foreign: Path) -> None:

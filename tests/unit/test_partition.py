@@ -21,11 +21,8 @@ def layer(cost: int, *, is_block: bool) -> LayerSpec:
 def test_bloom_stages() -> None:
     """70 blocks on 12 stages with a 250,880-word table at both ends: 5, ten times 6, 5."""
     h, table = 14336, 250_880 * 14336
-    layers = [
-        layer(table, is_block=False),
-        *(layer(12 * h * h, is_block=True) for _ in range(70)),
-        layer(table, is_block=False),
-    ]
+    end, block = layer(table, is_block=False), layer(12 * h * h, is_block=True)
+    layers = [end, *[block] * 70, end]
     stages = partition(layers, 12, [layer.parameters for layer in layers])
     blocks = [sum(layers[i].is_block for i in stage) for stage in stages]
     assert blocks == [5, *[6] * 10, 5]

@@ -9,9 +9,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -24,30 +23,19 @@ from tests.unit.packaging_builds import ROOT
 from tools.draw_schedule import main
 
 SVG = "{http://www.w3.org/2000/svg}"
-Case = tuple[str, int, int, int, tuple[float, float, float], float]
+EVEN = (1.0, 1.0, 1.0)
 # name, ranks, microbatches, virtual stages, costs of a rank, transfer
-CASES: list[Case] = [
-    ("1f1b", 4, 8, 1, (1.0, 1.0, 1.0), 0.0),
-    ("gpipe", 3, 5, 1, (1.0, 0.5, 0.25), 0.1),
-    ("interleaved", 4, 6, 3, (1.0, 1.0, 1.0), 0.0),
-    ("zero-bubble", 4, 8, 1, (1.0, 1.2, 0.8), 0.0),
-    ("1f1b", 12, 64, 1, (1.0, 1.0, 1.0), 0.0),
-    ("1f1b", 1, 1, 1, (1.0, 1.0, 1.0), 0.0),
-]
-
-
-def words(case: Case) -> list[str]:
-    name, ranks, microbatches, virtual, times, transfer = case
-    given = plain(name, ranks, microbatches) + (["--virtual-stages", str(virtual)] if virtual > 1 else [])
-    return [*given, "--costs", ",".join(map(str, times)), "--transfer", str(transfer)]
+CASES: list[tuple[str, int, int, int, tuple[float, float, float], float]] = [
+    ("1f1b", 4, 8, 1, EVEN, 0.0), ("gpipe", 3, 5, 1, (1.0, 0.5, 0.25), 0.1), ("interleaved", 4, 6, 3, EVEN, 0.0),
+    ("zero-bubble", 4, 8, 1, (1.0, 1.2, 0.8), 0.0), ("1f1b", 12, 64, 1, EVEN, 0.0), ("1f1b", 1, 1, 1, EVEN, 0.0),
+]  # fmt: skip
 
 
 def plain(name: str, ranks: int, microbatches: int) -> list[str]:
     return ["--schedule", name, "--pp", str(ranks), "--microbatches", str(microbatches)]
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A box of a picture, with its place in pixels."""
 
     x: float
@@ -62,8 +50,7 @@ def boxes(path: Path) -> list[Drawn]:
     """The boxes with a note, in the order of drawing."""
     found = []
     for element in ElementTree.parse(path).iter(f"{SVG}rect"):
-        note = element.find(f"{SVG}title")
-        if note is not None:
+        if (note := element.find(f"{SVG}title")) is not None:
             x, y, width, height = (float(element.attrib[side]) for side in ("x", "y", "width", "height"))
             found.append(Drawn(x, y, width, height, element.attrib["fill"], note.text or ""))
     return found
@@ -87,28 +74,18 @@ def costs_of(schedule: Schedule, times: tuple[float, float, float], transfer: fl
     return Costs(forward=f, input_grad=b, weight_grad=w, transfer=transfer)
 
 
-@pytest.fixture(params=CASES, ids=str, scope="module")
-def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
-    """A case and its picture."""
-    path = tmp_path_factory.mktemp("drawn") / "out.svg"
-    assert main([*words(request.param), "-o", str(path)]) == 0
-    return request.param, path
-
-
-def test_the_boxes_are_the_simulators_spans(drawn: tuple[Case, Path]) -> None:
-    (name, ranks, microbatches, virtual, times, transfer), path = drawn
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_boxes_are_the_simulators_spans(case: Any, tmp_path: Path) -> None:
+    name, ranks, microbatches, virtual, times, transfer = case
+    words = plain(name, ranks, microbatches) + (["--virtual-stages", str(virtual)] if virtual > 1 else [])
+    words += ["--costs", ",".join(map(str, times)), "--transfer", str(transfer)]
+    assert main([*words, "-o", str(tmp_path / "out.svg")]) == 0
     schedule = build_schedule(name, ranks, microbatches, virtual)
     timeline = simulate(schedule, costs_of(schedule, times, transfer))
-    for row, spans in zip(drawn_spans(path, timeline.end), timeline.spans, strict=True):
+    for row, spans in zip(drawn_spans(tmp_path / "out.svg", timeline.end), timeline.spans, strict=True):
         assert list(row) == [str(span.action) for span in spans]
         for span in spans:  # places are written to a thousandth of a pixel
             assert row[str(span.action)] == pytest.approx((span.start, span.end), abs=1e-3 * timeline.end / 100)
-
-
-def title(path: Path) -> str:
-    found = ElementTree.parse(path).getroot().find(f"{SVG}title")
-    assert found is not None and found.text is not None
-    return found.text
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.9), (2.0, 1.5, 1.5), (1.0, 1.0, 1.5)], ids=str)
@@ -169,15 +146,13 @@ def test_the_terminal_of_the_documentation_is_current(capsys: pytest.CaptureFixt
 
 # ---- refusals
 
-PLAIN = "--schedule 1f1b --pp 2 --microbatches 4"
-
 
 def test_png_without_matplotlib_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megacore.drawing.canvas.importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    assert main([*PLAIN.split(), "-o", "out.png"]) == 2
+    assert main([*plain("1f1b", 2, 4), "-o", "out.png"]) == 2
     assert "-o out.png needs matplotlib, which is not installed: use -o out.svg, or" in capsys.readouterr().err
 
 
@@ -224,6 +199,10 @@ def test_a_trace_is_drawn_as_it_was_planned(tmp_path: Path, capsys: pytest.Captu
     assert measured.endswith("1.2 ms: measured bubble 25.0% of the ranks' time")
 
 
+def of_ranks(pp: int | str) -> Callable[[dict[str, Any]], object]:
+    return lambda c: [e["args"].update(pp=pp) for e in c["traceEvents"] if e["name"] == "process_name"]
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -239,14 +218,8 @@ def test_a_trace_is_drawn_as_it_was_planned(tmp_path: Path, capsys: pytest.Captu
         (lambda c: of(c, "0B2").update(name="0I2"), "is not whole: rank 0 never does 0W2"),
         (lambda c: c["otherData"].update(microbatches=2), "is not whole: rank 0: 0F2 does not exist"),
         (lambda c: c["otherData"].update(microbatches=4), "is not whole: rank 0 never does 0F3"),
-        (
-            lambda c: [e["args"].update(pp=0) for e in c["traceEvents"] if e["name"] == "process_name"],
-            "is not whole: its processes are the pipeline ranks 0, 0",
-        ),
-        (
-            lambda c: [e["args"].update(pp="a") for e in c["traceEvents"] if e["name"] == "process_name"],
-            NOT_ONE,
-        ),
+        (of_ranks(0), "is not whole: its processes are the pipeline ranks 0, 0"),
+        (of_ranks("a"), NOT_ONE),
     ],
 )
 def test_a_trace_that_cannot_be_right_is_refused(
@@ -263,10 +236,8 @@ def test_clocks_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
 
     def change(content: dict[str, Any]) -> None:
         for event in content["traceEvents"]:
-            if event.get("cat") == "compute" and event["pid"] == 1:
-                event["ts"] += 1000.0 - 150.0
-            elif event.get("cat") == "compute":
-                event["ts"] += 1000.0
+            if event.get("cat") == "compute":
+                event["ts"] += 1000.0 - 150.0 * event["pid"]
 
     assert main([*planned_trace(tmp_path / "t.json", change), "-o", str(tmp_path / "t.svg")]) == 0
     assert "the ranks' clocks differ by at least 0.15 ms" in capsys.readouterr().out.splitlines()[1]

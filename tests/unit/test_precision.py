@@ -18,40 +18,29 @@ def scaler(**changes: object) -> LossScaler:
     return LossScaler(PrecisionConfig(**values).resolve(1))  # type: ignore[arg-type]
 
 
-def test_it_doubles_after_a_window_of_good_steps() -> None:
-    one = scaler()
-    scales = []
-    for _ in range(7):
-        one.good_step()
-        scales.append(one.scale)
-    assert scales == [16, 16, 32, 32, 32, 64, 64]
+# Settings; good (+) and overflowing (-) steps; and the scale after each.
+SCALES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
+    "it doubles after a window of good steps": ({}, "+++++++", [16, 16, 32, 32, 32, 64, 64]),
+    "it halves after as many overflows as hysteresis allows": ({}, "----", [16, 8, 4, 2]),
+    "growth restores the allowance": ({}, "-+++--", [16, 16, 16, 32, 32, 16]),
+    "no overflow lowers the least": ({"hysteresis": 1, "min_loss_scale": 8.0}, "--", [8, 8]),
+    "a fixed scale stays": ({"loss_scale": 128.0}, "-++++++++++", [128] * 11),
+    "and that of bf16": ({"precision": "bf16"}, "-++++++++++", [1] * 11),
+}
 
 
-def test_it_halves_after_as_many_overflows_as_hysteresis_allows() -> None:
-    one = scaler()
-    scales = []
-    for _ in range(4):
-        one.overflow()
-        scales.append(one.scale)
-    assert scales == [16, 8, 4, 2]
-
-
-def test_growth_restores_the_allowance() -> None:
-    one = scaler()
-    one.overflow()
-    for _ in range(3):
-        one.good_step()
-    one.overflow()
-    assert one.scale == 32
-    one.overflow()
-    assert one.scale == 16
-
-
-def test_an_overflow_at_the_minimum_cannot_lower_the_scale() -> None:
-    one = scaler(hysteresis=1, min_loss_scale=8.0)
-    assert one.overflow()
-    assert one.scale == 8
-    assert not one.overflow()
+@pytest.mark.parametrize("case", SCALES)
+def test_the_scale_step_by_step(case: str) -> None:
+    changes, steps, expected = SCALES[case]
+    one, found = scaler(**changes), []
+    for number, step in enumerate(steps):
+        if step == "+":
+            one.good_step()
+        else:
+            could_be_lowered = one.overflow()
+            assert could_be_lowered == (number == 0) or not case.startswith("no overflow")
+        found.append(one.scale)
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -71,16 +60,6 @@ def test_the_first_scale_makes_up_for_the_number_of_microbatches(
 ) -> None:
     config = PrecisionConfig(**{"precision": "fp16", **given}).resolve(microbatches)
     assert config.initial_loss_scale == expected
-
-
-def test_fixed_scales_stay() -> None:
-    for one in (scaler(loss_scale=128.0), LossScaler(PrecisionConfig(precision="bf16").resolve(1))):
-        before = one.scale
-        one.overflow()
-        for _ in range(10):
-            one.good_step()
-        assert one.scale == before
-    assert scaler(loss_scale=128.0).scale == 128.0
 
 
 def test_a_saved_scale_goes_on() -> None:

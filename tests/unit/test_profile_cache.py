@@ -57,23 +57,14 @@ def test_a_profile_is_found_again(traced: Traced) -> None:
     assert traced("--pp", "2", "--global-batch-size", "4", ranks=(1, 0)) == 0
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--hidden-size 64", "--seq-length 64", "--micro-batch-size 2", "--recompute full", "--optimizer lion",
-        "--weight-decay 0", "--precision bf16", "--global-batch-size 2",
-    ],
-)  # fmt: skip
-def test_what_decides_a_step_is_in_the_key(words: str, traced: Traced) -> None:
-    assert [traced(), traced(*words.split())] == [1, 1]
+DECIDES = ["--hidden-size 64", "--seq-length 64", "--micro-batch-size 2", "--recompute full", "--optimizer lion"]
+DECIDES += ["--weight-decay 0", "--precision bf16", "--global-batch-size 2"]
+NOTHING = ["--lr 0.5", "--weight-decay 0.5", "--seed 5", "--log-interval 7", "--max-bad-steps 3", "--lr-warmup-iters 2"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--lr 0.5", "--weight-decay 0.5", "--seed 5", "--log-interval 7", "--max-bad-steps 3", "--lr-warmup-iters 2"],
-)
-def test_what_decides_nothing_is_not(words: str, traced: Traced) -> None:
-    assert [traced(), traced(*words.split())] == [1, 0]
+@pytest.mark.parametrize(("words", "again"), [*((one, 1) for one in DECIDES), *((one, 0) for one in NOTHING)])
+def test_what_decides_a_step_is_in_the_key_and_nothing_else(words: str, again: int, traced: Traced) -> None:
+    assert [traced(), traced(*words.split())] == [1, again]
 
 
 def test_a_batch_of_more_microbatches_is_the_same_step(traced: Traced) -> None:

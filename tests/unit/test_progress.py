@@ -24,10 +24,7 @@ def test_a_line_per_minute_without_a_terminal(
         for second in range(0, 130, 10):
             now[0] = float(second)
             shown.advance(10**8)
-    assert capsys.readouterr().err.splitlines() == [
-        "verifying: 7%, 0.7 of 10.0 GB",
-        "verifying: 13%, 1.3 of 10.0 GB",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["verifying: 7%, 0.7 of 10.0 GB", "verifying: 13%, 1.3 of 10.0 GB"]
 
 
 def test_a_terminal_has_one_display_for_all_bars_and_only_the_first_rank_has_any(

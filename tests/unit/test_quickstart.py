@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,9 +79,8 @@ def test_every_shipped_configuration_is_accepted(path: Path) -> None:
     kind = BertConfig if "bert" in given else Config
     of_name = re.search(r"-(\d+)gpu", path.name)
     world_size = None if of_name is None else int(of_name[1])
-    config = parse_config(
-        argv, prog="x", description="x", kind=kind, planned=world_size is not None, world_size=world_size
-    )
+    planned: Any = {"planned": of_name is not None, "world_size": world_size}
+    config = parse_config(argv, prog="x", description="x", kind=kind, **planned)
     for table, values in given.items():
         for key, value in values.items():
             assert getattr(getattr(config, table), key) == value, f"{table}.{key}"

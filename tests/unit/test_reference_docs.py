@@ -173,8 +173,8 @@ def test_every_metric_is_documented_and_every_documented_one_written(tmp_path: P
     gpt = make_config((1, 1, 1), tmp_path / "gpt", precision="fp16", peak_tflops=1.0, **guards, **SHORT)
     make_trainer(gpt, mesh).run()
     make_bert_trainer(make_bert_config((1, 1, 1), tmp_path / "bert", **SHORT), mesh).run()
-    experts = {"num_experts": 2, "moe_router_topk": 2, "disable_bias_linear": True, "activation": "swiglu"}
-    experts["moe_expert_capacity_factor"] = 1.0
+    experts: dict[str, Any] = {"num_experts": 2, "moe_router_topk": 2, "moe_expert_capacity_factor": 1.0}
+    experts |= {"disable_bias_linear": True, "activation": "swiglu"}
     make_trainer(make_config((1, 1, 1), tmp_path / "experts", **experts, **SHORT), mesh).run()
     of_several_ranks = {"watch/replicas_checked_step"}  # tests/parallel/test_replicas.py reads it
     found = set.union(*(written(tmp_path / model) for model in ("gpt", "bert", "experts")))

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,17 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
+def write(directory: Path, first_step: int, *records: dict[str, Any]) -> None:
+    """What a run writes."""
+    one = report(directory, first_step)
+    for record in records:
+        one.record(record)
+    one.close()
+
+
 def test_a_resumed_run_does_not_double_steps(tmp_path: Path) -> None:
-    first = report(tmp_path, 0)
-    for step in range(1, 7):
-        first.record({"step": step})
-    first.close()
-    second = report(tmp_path, 2)
-    second.record({"step": 3})
-    second.close()
+    write(tmp_path, 0, *({"step": step} for step in range(1, 7)))
+    write(tmp_path, 2, {"step": 3})
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
@@ -45,23 +49,14 @@ def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path: Path, line:
 
 def test_a_fresh_run_sets_the_earlier_metrics_aside(tmp_path: Path) -> None:
     for _ in range(3):
-        one = report(tmp_path, 0)
-        one.record({"step": 1})
-        one.close()
+        write(tmp_path, 0, {"step": 1})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2"]
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    one = report(tmp_path, 0)
-    one.record({"step": 1, "train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 0.1})
-    one.close()
-    line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line, parse_constant=lambda name: name) == {
-        "step": 1,
-        "train/loss": None,
-        "train/grad_norm": None,
-        "train/lr": 0.1,
-    }
+    write(tmp_path, 0, {"step": 1, "train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 0.1})
+    found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: name)
+    assert found == {"step": 1, "train/loss": None, "train/grad_norm": None, "train/lr": 0.1}
 
 
 @pytest.fixture

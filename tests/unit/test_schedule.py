@@ -33,15 +33,10 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
     """Everything that is promised of one schedule."""
     schedule = build_schedule(name, ranks, microbatches, virtual)
     prove(schedule)
-    forms = {
-        "1f1b": (ranks - 1) / microbatches,
-        "gpipe": (ranks - 1) / microbatches,
-        "interleaved": (ranks - 1) / (virtual * microbatches),
-        "zero-bubble": (ranks - 1) / (3 * microbatches),
-    }
+    form = (ranks - 1) / ({"interleaved": virtual, "zero-bubble": 3}.get(name, 1) * microbatches)
     timeline = simulate(schedule, Costs.uniform(schedule.stages))
     if microbatches >= ranks or name in ("1f1b", "gpipe"):
-        assert timeline.idle_share == pytest.approx(forms[name] / (1 + forms[name]), abs=1e-9)
+        assert timeline.idle_share == pytest.approx(form / (1 + form), abs=1e-9)
     for rank in range(ranks):
         if name in ("1f1b", "zero-bubble"):
             assert in_flight(schedule, rank) <= ranks - rank
@@ -109,12 +104,11 @@ def faulty(schedule: Schedule, rank: int, fault: Fault) -> Schedule:
     actions = list(schedule.actions[rank])
     if isinstance(fault, Action):
         return altered(schedule, rank, [*actions, fault])
-    places = [list(map(str, actions)).index(name) for name in fault]
-    if len(places) == 1:
-        del actions[places[0]]
-    else:
-        i, j = places
+    i, *other = (list(map(str, actions)).index(name) for name in fault)
+    for j in other:
         actions[i], actions[j] = actions[j], actions[i]
+    if not other:
+        del actions[i]
     return altered(schedule, rank, actions)
 
 
@@ -162,14 +156,11 @@ def test_transfers_that_would_block_are_refused() -> None:
     )
     schedule = Schedule(name="mine", ranks=2, virtual_stages=1, microbatches=3, actions=actions)
     simulate(schedule, Costs.uniform(2))
-    with pytest.raises(ScheduleError) as refusal:
-        prove(schedule)
     said = "transfers that block would wait for ever: rank 0 at send output of 0F1; rank 1 at send grad of 1F0"
-    assert str(refusal.value) == said
+    with pytest.raises(ScheduleError, match=f"^{said}$"):
+        prove(schedule)
     order = [schedule.computations(rank) for rank in range(2)]
-    prove(
-        with_transfers("mine", order, virtual_stages=1, microbatches=3)
-    )  # the same computations, well placed transfers
+    prove(with_transfers("mine", order, virtual_stages=1, microbatches=3))  # the same ones, well placed transfers
 
 
 # ---- schedules of files ----------------------------------------------------------------------------------------------
@@ -185,10 +176,8 @@ def written(directory: Path, text: str) -> Path:
 
 def test_cells_become_the_schedule_and_transfers_are_added(tmp_path: Path) -> None:
     schedule = load_schedule(written(tmp_path, GOOD))
-    assert [list(map(str, schedule.computations(rank))) for rank in range(2)] == [
-        ["0F0", "0F1", "0B0", "0B1"],
-        ["1F0", "1B0", "1F1", "1B1"],
-    ]
+    found = [" ".join(map(str, schedule.computations(rank))) for rank in range(2)]
+    assert found == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
     assert (schedule.ranks, schedule.virtual_stages, schedule.microbatches) == (2, 1, 2)
     assert sum(action.op.is_transfer for actions in schedule.actions for action in actions) == 8
 

@@ -19,8 +19,12 @@ from megacore.train.rollback import Rollbacks
 # ---- the rule
 
 
-def guard(**options: Any) -> SpikeGuard:
-    return SpikeGuard(SpikeConfig(**options), warmup_steps=0)
+def guard(*accepted: float, **options: Any) -> SpikeGuard:
+    """One that has accepted a loss and a norm as often as its window is long."""
+    made = SpikeGuard(SpikeConfig(**options), warmup_steps=0)
+    for _ in range(options["spike_window"] if accepted else 0):
+        made.accept(*accepted)
+    return made
 
 
 def limit_by_numpy(values: list[float], threshold: float) -> float:
@@ -33,9 +37,7 @@ def limit_by_numpy(values: list[float], threshold: float) -> float:
 def test_the_limit_is_median_plus_robust_deviations_of_accepted_values(window: int) -> None:
     random = np.random.default_rng(0)
     judge = guard(spike_window=window, spike_threshold=6.0, on_spike="skip")
-    losses: list[float] = []
-    norms: list[float] = []
-    spikes = 0
+    losses, norms, spikes = list[float](), list[float](), 0
     for step in range(1, 120):
         loss, norm = random.normal(3.0, 0.05), abs(random.standard_cauchy())
         limits = judge.limits(step)
@@ -55,10 +57,7 @@ def test_the_limit_is_median_plus_robust_deviations_of_accepted_values(window: i
 
 
 def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
-    judge = guard(spike_window=4, spike_threshold=10.0)
-    for _ in range(4):
-        judge.accept(2.0, 0.5)
-    limits = judge.limits(5)
+    limits = guard(2.0, 0.5, spike_window=4, spike_threshold=10.0).limits(5)
     assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 1.0), rel=1e-14)  # 1% of losses, 10% of norms
     assert limits.exceeded(2.2, 1.0) is None
     assert limits.exceeded(2.21, 0.5) == "the loss 2.21 is above 2.2 (median 2, robust deviation 0.02)"
@@ -69,23 +68,17 @@ def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
 
 def test_nothing_is_judged_in_the_warm_up_without_a_guard_or_without_a_gradient() -> None:
     late = SpikeGuard(SpikeConfig(spike_window=4), warmup_steps=10)
-    off = guard(on_spike="none")
-    for judge in (late, off):
-        for _ in range(4):
-            judge.accept(1.0, 1.0)
+    for _ in range(4):
+        late.accept(1.0, 1.0)
+    off = guard(1.0, 1.0, on_spike="none", spike_window=4)
     assert late.limits(10).exceeded(100.0, 1.0) is None
     assert late.limits(11).exceeded(100.0, 1.0) is not None
     assert off.limits(500).exceeded(100.0, 1.0) is None
-    empty = guard(spike_window=4)
-    for _ in range(4):
-        empty.accept(0.0, 0.0)
-    assert empty.series() == {"accepted_losses": [], "accepted_norms": []}
+    assert guard(0.0, 0.0, spike_window=4).series() == {"accepted_losses": [], "accepted_norms": []}
 
 
 def test_a_new_level_that_is_only_warned_of_is_taken_over() -> None:
-    judge = guard(spike_window=8)
-    for _ in range(8):
-        judge.accept(2.0, 1.0)
+    judge = guard(2.0, 1.0, spike_window=8)
     for step in range(4):
         assert judge.limits(9 + step).exceeded(9.0, 1.0) is not None
         judge.reject()
@@ -99,24 +92,17 @@ def test_a_new_level_that_is_only_warned_of_is_taken_over() -> None:
 # ---- adaptive clipping
 
 
-class ReferenceZClip:
+def clipped_by_zclip(norms: list[float], alpha: float, threshold: float, warmup: int) -> list[float]:
     """ZClip as the paper's algorithm 1 reads, with a least deviation, in numpy, on a whole series of norms."""
-
-    def __init__(self, alpha: float, threshold: float, warmup: int) -> None:
-        self.alpha, self.threshold, self.warmup = alpha, threshold, warmup
-
-    def clipped(self, norms: list[float]) -> list[float]:
-        first = np.asarray(norms[: self.warmup])
-        mean, variance = first.mean(), first.var()
-        result = list(norms[: self.warmup])
-        for norm in norms[self.warmup :]:
-            deviation = np.maximum(np.sqrt(variance), mean / 10)
-            score = (norm - mean) / (deviation + 1e-6)
-            kept = mean + self.threshold**2 / score * deviation if score > self.threshold else norm
-            mean = self.alpha * mean + (1 - self.alpha) * kept
-            variance = self.alpha * variance + (1 - self.alpha) * (kept - mean) ** 2
-            result.append(float(kept))
-        return result
+    mean, variance, result = np.mean(norms[:warmup]), np.var(norms[:warmup]), norms[:warmup]
+    for norm in norms[warmup:]:
+        deviation = np.maximum(np.sqrt(variance), mean / 10)
+        score = (norm - mean) / (deviation + 1e-6)
+        kept = mean + threshold**2 / score * deviation if score > threshold else norm
+        mean = alpha * mean + (1 - alpha) * kept
+        variance = alpha * variance + (1 - alpha) * (kept - mean) ** 2
+        result.append(float(kept))
+    return result
 
 
 @pytest.mark.parametrize("spread", [0.2, 0.05])  # with the smaller one, the least deviation counts
@@ -134,7 +120,7 @@ def test_adaptive_clipping_follows_the_paper(spread: float) -> None:
         value = torch.tensor(norm, dtype=torch.float64)
         found.append(min(norm, float(clip.limit(value))))
         clip.observe(value)
-    expected = ReferenceZClip(0.9, 2.0, 25).clipped(norms)
+    expected = clipped_by_zclip(norms, 0.9, 2.0, 25)
     assert found == pytest.approx(expected, rel=1e-12)
     assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
 

@@ -14,17 +14,14 @@ from megacore.config.checkpoint import CheckpointConfig
 from megacore.train.stopping import Decision, StopRequests
 from tests.unit.packaging_builds import ROOT
 
+TERM, INT, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
+
 
 @pytest.mark.parametrize(
     ("signals", "step", "stop"),
-    [
-        ([0, 0, 0], 3, None),
-        ([0, signal.SIGINT, 0], 3, "SIGINT"),
-        ([signal.SIGINT, 0, signal.SIGUSR2], 3, "SIGUSR2"),
-        ([signal.SIGTERM, signal.SIGINT, 0], 3, "SIGTERM"),
-        ([signal.SIGINT, 0, signal.SIGTERM], 4, "--exit-interval 2"),
-    ],
-)
+    [([0, 0, 0], 3, None), ([0, INT, 0], 3, "SIGINT"), ([INT, 0, USR2], 3, "SIGUSR2"), ([TERM, INT, 0], 3, "SIGTERM"),
+     ([INT, 0, TERM], 4, "--exit-interval 2")],
+)  # fmt: skip
 def test_the_weightiest_reason_of_any_rank_is_the_decision(signals: list[int], step: int, stop: str | None) -> None:
     requests = [StopRequests(CheckpointConfig(exit_interval=2)) for _ in signals]
     for one, number in zip(requests, signals, strict=True):
@@ -52,11 +49,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "pretrain_bert.py"])
 def test_a_request_to_save_while_torch_loads_does_not_kill_the_rank(tmp_path: Path, program: str) -> None:
     flags = ["--mock-data", "--vocab-size", "64", "--train-iters", "2", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", WHILE_TORCH_LOADS, str(ROOT / program), *flags, "--hang-timeout-minutes", "0"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", WHILE_TORCH_LOADS, str(ROOT / program), *flags, "--hang-timeout-minutes", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, "")

@@ -19,6 +19,7 @@ from tests.unit.packaging_builds import ROOT
 TOOL = """
 import sys
 from megacore.commands.tool import ToolParser, run_tool
+from megacore.errors import UserError
 
 def action(args):
     for _ in range({lines}):
@@ -44,9 +45,8 @@ def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
 
 def test_a_node_of_several_ranks_is_refused_once() -> None:
     """All ranks of a node are refused alike; the first says it, and no other ends before it has."""
-    refused = "from megacore.errors import UserError\n" + TOOL.format(lines=1).replace(
-        'print("a line of the output")', 'raise UserError("cannot be done")'
-    )
+    refusal = 'raise UserError("cannot be done")'
+    refused = TOOL.format(lines=1).replace('print("a line of the output")', refusal)
     ranks = [started(refused, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(2)]
     first = ranks[0].communicate(timeout=patience(60))[1]
     ranks[1].kill()  # as a launcher does
@@ -75,15 +75,12 @@ def test_a_flag_with_two_values_is_refused(words: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-OF_A_RUN = {
+OF_A_RUN: dict[str, tuple[str | None, str]] = {
     "generate": ("--checkpoint", "--prompt once"),
     "fill_mask": ("--checkpoint", "[MASK]"),
     "perplexity": ("--checkpoint", "--data-path corpus"),
     "convert_checkpoint": ("--input", "--from megacore --to hf --output new"),
-    "inspect_checkpoint": (None, ""),
-    "draw_schedule": (None, ""),
-    "report": (None, ""),
-    "where": (None, ""),
+    **dict.fromkeys(("inspect_checkpoint", "draw_schedule", "report", "where"), (None, "")),
 }
 
 

@@ -28,6 +28,14 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment == before
 
 
+def run(script: str, output: Path) -> int:
+    """The exit status of a small run in this process."""
+    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
+    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {output}"
+    status: int = runpy.run_path(str(ROOT / script))["main"](flags.split())
+    return status
+
+
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
 def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
@@ -45,13 +53,9 @@ def test_a_run_sets_them_before_it_loads_torch(script: str, tmp_path: Path, monk
             raise AttributeError(name)
 
     monkeypatch.setitem(sys.modules, "megacore.train.launch", Launch("launch"))
-    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
-    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {tmp_path}"
-    assert runpy.run_path(str(ROOT / script))["main"](flags.split()) == 0
-    assert {name: found[name] for name in DEFAULTS} == {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_NCCL_HIGH_PRIORITY": "1",
-    }
+    assert run(script, tmp_path) == 0
+    set_here = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert {name: found[name] for name in DEFAULTS} == set_here
 
 
 def test_a_deterministic_run_asks_torch_for_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +109,5 @@ def test_a_run_on_a_cpu_keeps_what_is_freed(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(launch, "keep_what_is_freed", lambda: calls.append("keep"))
     monkeypatch.setattr(launch, "output_directory", refuse)
-    flags = "--mock-data --vocab-size 64 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --train-iters 1"
-    flags += f" --hang-timeout-minutes 0 --device cpu --output-dir {tmp_path}"
-    assert runpy.run_path(str(ROOT / "pretrain_gpt.py"))["main"](flags.split()) == 2
+    assert run("pretrain_gpt.py", tmp_path) == 2
     assert calls == ["keep", "run"]

@@ -99,10 +99,8 @@ def test_every_bert_preset_narrows_to_a_valid_model(preset: str, monkeypatch: py
 
 
 def test_more_ranks_than_query_groups_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolved(
-        "--tp 8 --num-attention-heads 32 --hidden-size 1024 --num-query-groups 2 --vocab-size 512", monkeypatch
-    )
-    check(config)
+    words = "--tp 8 --num-attention-heads 32 --hidden-size 1024 --num-query-groups 2 --vocab-size 512"
+    check(config := resolved(words, monkeypatch))
     assert narrow(config).config.model.num_query_groups == 2
 
 

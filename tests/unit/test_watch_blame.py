@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,9 @@ from megacore.watch import nodes
 from megacore.watch.blame import Seen, blame
 from megacore.watch.ledger import Flag
 from megacore.watch.nodes import Nodes
-from megacore.watch.record import Record
 from megacore.watch.stragglers import Noticed, Times, slowest
 from tests.patience import patience
-from tests.unit.watch_records import identity, seen
+from tests.unit.watch_records import seen
 
 WORLD = Channel((0, 1, 2, 3))
 PAIR, BACK = Channel((0, 1)), Channel((1, 0))
@@ -175,18 +174,9 @@ class Machine:
         found = []
         for rank in range(self.world):
             kind, channel, number = self.waiting.get(rank, (Phase.EXIT, None, 0))
-            kind = Phase.DATA if rank in self.halted else kind
-            record = Record(
-                identity=identity(rank, self.world),
-                phase=kind,
-                section=Phase.STEP,
-                age=20.0 if rank in self.halted else 19.0,
-                channel=channel,
-                awaited=number,
-                posted=self.posted[rank],
-                deviation=deviation if rank == culprit else 0,
-            )
-            found.append(Seen(record=record))
+            waits: dict[str, Any] = {"channel": channel, "awaited": number, "posted": self.posted[rank]}
+            waits |= {"phase": Phase.DATA, "age": 20.0} if rank in self.halted else {"phase": kind, "age": 19.0}
+            found.append(seen(rank, self.world, **waits, deviation=deviation * (rank == culprit)))
         return found
 
 
@@ -199,51 +189,46 @@ def machine(draw: random.Random) -> Machine:
     groups += [Channel(tuple(number[p, d, t] for t in range(tp))) for p in range(pp) for d in range(dp)]
     groups += [Channel(tuple(number[p, d, t] for d in range(dp))) for p in range(pp) for t in range(tp)]
     groups = list(dict.fromkeys(group for group in groups if len(group.ranks) > 1))
-    pairs = [
-        Channel((number[p, d, t], number[p + 1, d, t])[::way], is_message=True)
-        for (p, d, t) in number
-        for way in (1, -1)
-        if p + 1 < pp
-    ]
-    step = [
-        (draw.choice([Phase.ALL_REDUCE, Phase.ALL_GATHER]), draw.choice(groups)) for _ in range(draw.randint(3, 12))
-    ]
+    ends = [(number[p, d, t], number[p + 1, d, t]) for p, d, t in number if p + 1 < pp]
+    pairs = [Channel(pair[::way], is_message=True) for pair in ends for way in (1, -1)]
+    kinds = [Phase.ALL_REDUCE, Phase.ALL_GATHER]
+    step = [(draw.choice(kinds), draw.choice(groups)) for _ in range(draw.randint(3, 12))]
     step += [(Phase.RECEIVE, pair) for pair in pairs if draw.random() < 0.7]
     draw.shuffle(step)
     step.append((Phase.ALL_REDUCE, groups[0]))  # every step ends with one that all ranks take part in
     return Machine(world, step * draw.randint(1, 4), lag=draw.choice([0, 0, 1, 3]))
 
 
-def operations_of(machine: Machine, rank: int) -> int:
-    return sum(rank in channel.ranks for _, channel in machine.program)
+def hung(seed: int, *, skips: bool) -> tuple[Machine, int]:
+    """A machine in which a rank has halted, or left an operation out; and which."""
+    draw = random.Random(seed)
+    ranks = machine(draw)
+    culprit = draw.randrange(ranks.world)
+    operations = sum(culprit in channel.ranks for _, channel in ranks.program)
+    ranks.run(culprit, draw.randrange(operations), skips=skips)
+    return ranks, culprit
 
 
 def test_a_rank_that_halts_is_named() -> None:
     for seed in range(300):
-        draw = random.Random(seed)
-        ranks = machine(draw)
-        culprit = draw.randrange(ranks.world)
-        ranks.run(culprit, draw.randrange(operations_of(ranks, culprit)), skips=False)
+        ranks, culprit = hung(seed, skips=False)
         verdict = blame(ranks.seen(culprit, deviation=0), ranks.world)
         assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (culprit,), True), seed
 
 
 @pytest.mark.parametrize("deviation", [0, 3])
 def test_who_leaves_an_operation_out_is_named_and_no_innocent_with_certainty(deviation: int) -> None:
-    hung = 0
+    waits = 0
     for seed in range(1000, 1300):
-        draw = random.Random(seed)
-        ranks = machine(draw)
-        culprit = draw.randrange(ranks.world)
-        ranks.run(culprit, draw.randrange(operations_of(ranks, culprit)), skips=True)
+        ranks, culprit = hung(seed, skips=True)
         if not ranks.waiting:
             continue  # it left the last one of a channel out, and nobody waits for it
-        hung += 1
+        waits += 1
         verdict = blame(ranks.seen(culprit, deviation=deviation), ranks.world)
         assert not verdict.is_certain or verdict.ranks == (culprit,), seed
         if deviation:
             assert verdict.ranks == (culprit,), seed
-    assert hung > 200
+    assert waits > 200
 
 
 # ---- stragglers ------------------------------------------------------------------------------------------------------
@@ -260,18 +245,12 @@ def test_a_rank_is_compared_with_its_stage_and_not_with_a_longer_one() -> None:
     assert slowest({0: Times(compute=0.1), 1: Times(compute=0.3)}, {0: 0, 1: 0}).ratio == pytest.approx(3.0)
 
 
-def scaled(times: dict[int, Times], steps: int) -> dict[int, Times]:
-    return {
-        rank: Times(*(steps * value for value in (t.compute, t.data, t.gc, t.communication)))
-        for rank, t in times.items()
-    }
-
-
 def test_a_slow_rank_is_named_once_after_two_windows_and_again_after_it_was_fast() -> None:
     noticed, slow = Noticed(), EVEN | {4: Times(compute=0.6, data=0.02)}
 
     def named(times: dict[int, Times]) -> int | None:
-        found = noticed.add(scaled(times, 10), 10, STAGES)
+        of_ten = {rank: Times(*(10 * value for value in astuple(one))) for rank, one in times.items()}
+        found = noticed.add(of_ten, 10, STAGES)
         assert found is None or found.times.compute == pytest.approx(0.6)
         return None if found is None else found.rank
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +140,15 @@ from pathlib import Path
 from megacore.parallel.heartbeat import Phase, code_of
 from megacore.watch.ledger import Ledger
 from tests.unit.watch_records import identity
-ledger = Ledger(Path(sys.argv[1]), identity(1, 4, pid=os.getpid()))
-ledger.enter(code_of(Phase.BACKWARD, stage=3, microbatch=2))
+Ledger(Path(sys.argv[1]), identity(1, 4, pid=os.getpid())).enter(code_of(Phase.BACKWARD, stage=3, microbatch=2))
 print(flush=True)
 time.sleep(60)
 """
 
 
 def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_killed(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as writer:
+    command, environment = [sys.executable, "-c", WRITER, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
         file, since = LedgerFile(tmp_path / "rank-1.ledger"), born(writer.pid)
@@ -164,49 +162,50 @@ def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_kill
         assert (file.record().phase, file.record().stage, file.record().microbatch) == (Phase.BACKWARD, 3, 2)
 
 
-def gone_process() -> int:
-    """The number of a process that has ended."""
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    return process.pid
+@contextmanager
+def sleeper() -> Iterator[dict[str, int]]:
+    """A process that lives until here: its number and its birth."""
+    time.sleep(0.02)  # the clock of starts has ticks of 10 ms
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield {"pid": process.pid, "born": born(process.pid)}
+        process.kill()
+
+
+def states(node: Node) -> list[tuple[int, str]]:
+    return [(one.rank, one.state) for one in node.look()]
 
 
 def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_run_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file's own time proves nothing: a rank may write its ledger before another one of the run has started."""
-    dead = gone_process()
-    ranks = [Ledger(tmp_path, identity(rank, 4, pid=dead)) for rank in (1, 2)]
-    time.sleep(0.02)  # the clock of starts has ticks of 10 ms
-    with subprocess.Popen(["sleep", "60"]) as living:
-        alive = {"pid": living.pid, "born": born(living.pid)}
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    ranks = [Ledger(tmp_path, identity(rank, 4, pid=dead.pid)) for rank in (1, 2)]
+    with sleeper() as alive:
         Ledger(tmp_path, identity(0, 4, **alive))
         time.sleep(0.02)
         ranks[0].enter(code_of(Phase.BUILD))
         node = Node(tmp_path)
-        assert [(one.rank, one.state) for one in node.look()] == [(0, "running"), (1, "gone")]
+        assert states(node) == [(0, "running"), (1, "gone")]
         monkeypatch.setattr(Current, "heartbeat", Ledger(tmp_path, identity(3, 4, **alive)))
-        assert died_without_a_word(0.0) == f"rank 1 (pid {dead}) on host has died in the phase: build of the model"
-        living.kill()
+        assert died_without_a_word(0.0) == f"rank 1 (pid {dead.pid}) on host has died in the phase: build of the model"
     assert Node(tmp_path).look() == []
-    assert [(one.rank, one.state) for one in node.look()] == [(0, "gone"), (1, "gone")]
+    assert states(node) == [(0, "gone"), (1, "gone")]
 
 
 def test_a_new_run_in_the_directory_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     """The watcher of the run before has its ledgers open, and must not take the dead of that run for those of this."""
-    with subprocess.Popen(["sleep", "60"]) as before:
+    with sleeper() as before:
         for rank in (0, 1):
-            Ledger(tmp_path, identity(rank, 2, pid=before.pid, born=born(before.pid)))
+            Ledger(tmp_path, identity(rank, 2, **before))
         node = Node(tmp_path)
-        assert [one.state for one in node.look()] == ["running", "running"]
-        before.kill()
-    assert [one.state for one in node.look()] == ["gone", "gone"]
-    time.sleep(0.02)
-    with subprocess.Popen(["sleep", "60"]) as living:
-        Ledger(tmp_path, identity(0, 2, pid=living.pid, born=born(living.pid)))
+        assert states(node) == [(0, "running"), (1, "running")]
+    assert states(node) == [(0, "gone"), (1, "gone")]
+    with sleeper() as living:
+        Ledger(tmp_path, identity(0, 2, **living))
         (one,) = node.look()
-        assert (one.rank, one.state, one.record.identity.pid) == (0, "running", living.pid)
-        living.kill()
+        assert (one.rank, one.state, one.record.identity.pid) == (0, "running", living["pid"])
 
 
 def test_the_watchdog_loads_no_torch() -> None:
@@ -228,6 +227,7 @@ def ending(section: Phase, rank: int = 0, terminating: float | None = 3.0, **cha
 
 
 SAVING, STEPPING = seen(0, 2, section=Phase.SAVE), seen(1, 2)
+SHORTENED = (Phase.SINK, Phase.CHECK, Phase.LOAD, Phase.INDEX, Phase.START, Phase.STEP)
 CIRCLE = Verdict(kind="cycle", ranks=(0, 1))
 SINK_BESIDE_SAVE = [ending(Phase.SINK), ending(Phase.SAVE, rank=1, terminating=None)]
 # What ranks do, the verdict on them, and the seconds that they may stand still. A phase has its own budget; with a
@@ -241,8 +241,7 @@ LIMITS: list[tuple[list[Seen], Verdict, float]] = [
     ([SAVING, STEPPING], holder(0), 60.0),
     ([SAVING, STEPPING], CIRCLE, 60.0),  # and the slowest one where there is none
     # A signal to end shortens the patience, but not in a save.
-    *(([ending(where)], holder(), GRACE_SECONDS) for where in (Phase.SINK, Phase.CHECK, Phase.LOAD, Phase.INDEX)),
-    *(([ending(where)], holder(), GRACE_SECONDS) for where in (Phase.START, Phase.STEP)),
+    *(([ending(where)], holder(), GRACE_SECONDS) for where in SHORTENED),
     *(([ending(where)], holder(), TIMES[where] * 300.0) for where in (Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP)),
     ([ending(Phase.STEP, median_step=20.0)], holder(), 40.0),
     ([ending(Phase.EXIT)], holder(), _END_SECONDS + 15.0),
