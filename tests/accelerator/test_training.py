@@ -79,6 +79,9 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
         ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
         ((2, 1, 1), EXPERTS | DIVIDED | OFF),
+        # With biases, which are added once, however many ranks a product is divided over.
+        ((2, 1, 1), DIVIDED | OFF),
+        ((2, 1, 1), SP | FULL),
         ((1, 1, 2), zero(1) | {"reproducible": True}),  # last: it cannot be undone in a process
     ],
     4: [((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE), ((2, 1, 2), zero(3) | SP | BF16 | GATED)],
@@ -95,8 +98,6 @@ MORE: dict[int, list[Case]] = {
         ((2, 1, 1), BERT | SP | BF16),
         ((1, 2, 1), SPLIT | GATED | BF16),
         ((2, 1, 1), GATED | SP),
-        ((2, 1, 1), SP | FULL),
-        ((2, 1, 1), DIVIDED | OFF),
         ((1, 1, 1), context("allgather") | BERT | zero(3)),
     ],
     4: [
