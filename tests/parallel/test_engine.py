@@ -89,16 +89,11 @@ def odd_layers() -> list[Layer]:
 
 
 def engine_of(layers: Any, pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
-    parallel = ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-4, **changes.pop("parallel", {}))
+    degrees = {"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-4} | changes.pop("parallel", {})
     optimizer = OptimizerConfig(lr=1e-2, lr_decay_style="constant")
-    settings: dict[str, Any] = {
-        "optimizer": optimizer,
-        "loss": F.mse_loss,
-        "train_iters": 10,
-        "num_microbatches": 4 // dp,
-        **UNWATCHED,
-    }
-    return PipelineEngine(layers, parallel=parallel, **settings | changes)
+    settings: dict[str, Any] = {"optimizer": optimizer, "loss": F.mse_loss, "train_iters": 10, **UNWATCHED}
+    settings |= {"parallel": ParallelConfig(**degrees), "num_microbatches": 4 // dp}
+    return PipelineEngine(layers, **settings | changes)
 
 
 def batch(step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
@@ -157,30 +152,6 @@ def test_a_sequential_model_trains_as_in_torch(pp: int, make: partial[torch.opti
 
 class Quick(AdamWConfig):
     """Settings that no optimizer is registered for."""
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer_settings": Quick()}, "Quick is of no registered optimizer: use AdamWConfig"),
-        (
-            {"optimizer": OptimizerConfig(optimizer="sgd"), "optimizer_settings": AdamWConfig()},
-            "optimizer sgd and optimizer_settings AdamWConfig, which is of adamw, exclude each other: use SGDConfig",
-        ),
-        ({"logging": LoggingConfig(trace=True, trace_steps=1)}, "trace True is GPT's"),
-        ({"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
-        ({"optimizer": "adamw"}, "optimizer is of type str: use torch.optim.AdamW, Adam or SGD, partial"),
-        (
-            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
-            "of type SGD, which holds parameters that ",
-        ),
-        ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "AdamW.* cannot be made .*: use torch.optim.AdamW, Adam"),
-        ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine_of([linear("a")], **{"optimizer": OptimizerConfig(), **settings})
 
 
 class Asks(Callback):
@@ -294,61 +265,46 @@ def linear(name: str, size: int = 6) -> Layer:
     return Layer(name, nn.Linear, size, size)
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        ([], "the model has no layers"),
-        ([linear("a"), linear("a")], "2 layers are named 'a': names must be unique"),
-        (
-            [linear("a"), linear("b").tied({"weight": "a.wieght"})],
-            r"'a.wieght', which does not exist \(did you mean a.w",
-        ),
-        ([linear("a").tied("b"), linear("b")], "'b.weight', which comes later"),
-        ([linear("a"), linear("b", 5).tied("a")], r"\[5, 5\] to 'a.weight' of shape \[6, 6\]"),
-        ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
-        ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
-        ([nn.Linear(6, 6), int], "layer 1 is the class int: give a Layer or a torch.nn.Module"),
-        (
-            nn.Sequential,
-            "layers is the class Sequential: give a list of Layers and torch.nn.Modules",
-        ),
-        (
-            [nn.ModuleList([nn.Linear(6, 6)])],
-            "layer 0 is a ModuleList, which computes nothing: use torch.nn.Seq",
-        ),
-        (nn.Sequential(VocabParallelEmbedding(8, 6)), r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
-        ([Layer("a", dict)], "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_wrong_model_is_refused(layers: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        engine_of(layers)
+ONE, TWO, SEQUENCES = [linear("a")], [linear("a"), linear("b")], {"parallel": {"cp": 2}}
+PLAIN = {"optimizer": OptimizerConfig()}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [  # layers, changes, what is said
+    ([], {}, "the model has no layers"),
+    ([linear("a"), linear("a")], {}, "2 layers are named 'a': names must be unique"),
+    ([linear("a"), linear("b").tied({"weight": "a.wieght"})], {}, r"'a.wieght', which does not exist \(did you mean a"),
+    ([linear("a").tied("b"), linear("b")], {}, "'b.weight', which comes later"),
+    ([linear("a"), linear("b", 5).tied("a")], {}, r"\[5, 5\] to 'a.weight' of shape \[6, 6\]"),
+    ([Layer("a", nn.LazyLinear, 6), linear("b")], {}, "a.weight gets its shape from its first input"),
+    ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], {}, "a.weight is torch.float64"),
+    ([nn.Linear(6, 6), int], {}, "layer 1 is the class int: give a Layer or a torch.nn.Module"),
+    (nn.Sequential, {}, "layers is the class Sequential: give a list of Layers and torch.nn.Modules"),
+    ([nn.ModuleList([nn.Linear(6, 6)])], {}, "layer 0 is a ModuleList, which computes nothing: use torch.nn.Seq"),
+    (nn.Sequential(VocabParallelEmbedding(8, 6)), {}, r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
+    ([Layer("a", dict)], {}, "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
+    (ONE, PLAIN | {"optimizer_settings": Quick()}, "Quick is of no registered optimizer: use AdamWConfig"),
+    (ONE, {"optimizer": OptimizerConfig(optimizer="sgd"), "optimizer_settings": AdamWConfig()},
+     "optimizer sgd and optimizer_settings AdamWConfig, which is of adamw, exclude each other: use SGDConfig"),
+    (ONE, PLAIN | {"logging": LoggingConfig(trace=True, trace_steps=1)}, "trace True is GPT's"),
+    (ONE, {"optimizer": torch.optim.RMSprop}, "optimizer RMSprop is not in megacore: use AdamW or SGD"),
+    (ONE, {"optimizer": "adamw"}, "optimizer is of type str: use torch.optim.AdamW, Adam or SGD, partial"),
+    (ONE, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "of type SGD, which holds parameters that "),
+    (ONE, {"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "AdamW.* cannot be made .*: use torch.optim.AdamW, Adam"),
+    (ONE, PLAIN | {"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
+    (TWO, {"pp": 4}, "= 4 stages, but the model has 2 layers: use 2 stages or less"),
+    (TWO, {"parallel": {"tp": 2}}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
+    (TWO, SEQUENCES, 'reduction "mean" with cp 2 needs count'),
+    (TWO, SEQUENCES | {"reproducible": True}, "reproducible with cp 2: layers of your own"),
+    (TWO, {"parallel": {"cp": 2, "cp_comm": "ring"}}, r'build them with SequenceShards\(mesh.sequence, "ring"\)'),
+    (TWO, {"parallel": {"pipeline_layout": "E,t|t,H"}}, r"pipeline_layout E,t\|t,H is GPT's"),
+    # Layers that mix positions, each by name.
+    (odd_layers(), SEQUENCES,
+     r"(?s)layer 'a' has a LSTM, which would see only its rank's positions with cp 2.*layer 'b' has a LSTM, which"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"pp": 4}, "= 4 stages, but the model has 2 layers: use 2 stages or less"),
-        ({"parallel": {"tp": 2}}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
-        ({"parallel": {"cp": 2}}, 'reduction "mean" with cp 2 needs count'),
-        ({"parallel": {"cp": 2}, "reproducible": True}, "reproducible with cp 2: layers of your own"),
-        ({"parallel": {"cp": 2, "cp_comm": "ring"}}, 'build them with SequenceShards(mesh.sequence, "ring")'),
-        ({"parallel": {"pipeline_layout": "E,t|t,H"}}, "pipeline_layout E,t|t,H is GPT's"),
-    ],
-    ids=str,
-)
-def test_a_wrong_configuration_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        engine_of([linear("a"), linear("b")], **changes)
-    assert said in str(refused.value)
-
-
-def test_layers_that_mix_positions_are_refused_by_name_where_ranks_divide_sequences() -> None:
-    with pytest.raises(ConfigError) as refused:
-        engine_of(odd_layers(), parallel={"cp": 2})
-    for name in ("a", "b"):
-        assert f"layer '{name}' has a LSTM, which would see only its rank's positions with cp 2" in str(refused.value)
+@pytest.mark.parametrize(("layers", "changes", "said"), REFUSED, ids=lambda value: value if type(value) is str else "")
+def test_a_wrong_model_or_setting_is_refused(layers: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError if changes else UserError, match=said):
+        engine_of(layers, **changes)
 
 
 def test_a_rotary_of_whole_sequences_is_refused_where_ranks_divide_them() -> None:

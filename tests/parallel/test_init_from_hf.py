@@ -83,15 +83,6 @@ def require_that_of_transformers(found: First, model: nn.Module, directory: Path
         assert error <= 1e-5 * wanted.abs().max() + 1e-7, f"gradient of {name}: {error}"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "deepseek-v3"])
-def test_the_first_step_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    model = make_model(name)
-    source = save_model(model, tmp_path / "hf")
-    mesh, layout = Mesh(device=torch.device("cpu")), (1, 1, 1)
-    trainer = begin(mesh, layout, source, str(tmp_path / "run"), {"clip_grad": 0.0})
-    require_that_of_transformers(first_step(trainer), model, source)
-
-
 def first_steps(rank: int, world_size: int, sources: dict[str, str], output: str) -> dict[str, First]:
     """Of every model, on two tensor-parallel ranks of two stages."""
     found = {}
@@ -103,9 +94,11 @@ def first_steps(rank: int, world_size: int, sources: dict[str, str], output: str
 
 
 @pytest.mark.parametrize(
-    "names", [["stablelm-12b", "qwen3-moe"], pytest.param([*CONFIGS], marks=pytest.mark.slow)], ids=["two", "all"]
+    "names",
+    [["gpt2", "stablelm-12b", "qwen3-moe", "gemma3"], pytest.param([*CONFIGS], marks=pytest.mark.slow)],
+    ids=["four", "all"],
 )
-def test_so_it_is_on_two_by_two_ranks(names: list[str], tmp_path: Path) -> None:
+def test_the_first_step_on_two_by_two_ranks_is_that_of_transformers(names: list[str], tmp_path: Path) -> None:
     """Each rank normalises its heads with their own weights, and reads the slices of its experts."""
     models = {name: make_model(name) for name in names}
     sources = {name: str(save_model(model, tmp_path / name)) for name, model in models.items()}

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import OptimizerConfig, ParallelConfig, ResolvedConfig, WatchConfig
+from megacore.config import ResolvedConfig, WatchConfig
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.train.engine import PipelineEngine
 from megacore.train.launch import launch
 from megacore.train.replay import Replay
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tests.parallel.test_engine import engine_of
 from tests.parity.runs import Layout, bitwise, make_config, make_trainer, train_on
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -36,22 +35,27 @@ KINDS: list[tuple[Layout, dict[str, Any]]] = [
     ((1, 4, 1), {"schedule": "gpipe"}),
     ((1, 2, 2), {"schedule": "zero-bubble", "reproducible": True, **DROPOUT}),
     ((1, 1, 4), {"precision": "fp16", "offload_optimizer": True, "zero_stage": 1}),
+    ((2, 1, 2), {"precision": "bf16", "zero_stage": 3}),
+    ((2, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, **DROPOUT}),
 ]
 
 
 def with_and_without(rank: int, world_size: int, directory: str, kinds: list[tuple[Layout, dict[str, Any]]]) -> None:
-    for layout, changes in kinds:
-        usual = {"num_layers": 4, "train_iters": 3, "recompute": "none", **changes}
-        plain, replayed = (
-            make_config(layout, f"{directory}/{layout}", replay_interval=interval, **usual) for interval in (0, 1)
+    for number, (layout, changes) in enumerate(kinds):
+        usual = {"num_layers": 4, "train_iters": 3, "log_interval": 2, "recompute": "none", **changes}
+        plain, watched = (
+            make_config(layout, f"{directory}/{number}", replay_interval=n, check_replicas_interval=n, **usual)
+            for n in (0, 1)
         )
         mesh = build_mesh(plain.parallel)
-        bitwise(train_on(mesh, replayed), train_on(mesh, plain), ("gradients", "initial", "final"))
+        bitwise(train_on(mesh, watched), train_on(mesh, plain))
 
 
-@pytest.mark.parametrize("kinds", [KINDS[2:3], pytest.param([KINDS[1], *KINDS[3:]], marks=pytest.mark.slow)])
-def test_replays_change_no_bit_and_raise_no_alarm(kinds: list[tuple[Layout, dict[str, Any]]], tmp_path: Path) -> None:
-    run_distributed(with_and_without, 4, str(tmp_path), kinds, timeout=120)
+@pytest.mark.parametrize("kinds", [KINDS[1:3], pytest.param([KINDS[0], *KINDS[3:]], marks=pytest.mark.slow)])
+def test_replays_and_checks_of_copies_change_no_bit_and_raise_no_alarm(
+    kinds: list[tuple[Layout, dict[str, Any]]], tmp_path: Path
+) -> None:
+    run_distributed(with_and_without, 4, str(tmp_path), kinds, timeout=120, stay=True)
 
 
 class Fault:
@@ -109,8 +113,9 @@ def faulty(rank: int, world_size: int, directory: str, trials: Sequence[int]) ->
     return found
 
 
-def examine(directory: Path, trials: Sequence[int]) -> None:
-    ranks = run_distributed(faulty, 4, str(directory), trials, timeout=120)
+@pytest.mark.parametrize("trials", [[2], pytest.param(range(100, 108), marks=pytest.mark.slow)], ids=str)
+def test_a_rank_that_computes_otherwise_once_is_named(trials: Sequence[int], tmp_path: Path) -> None:
+    ranks = run_distributed(faulty, 4, str(tmp_path), trials, timeout=120)
     for seed, results in zip(trials, zip(*ranks, strict=True), strict=True):
         odd, said = results[0]
         assert all(other == results[0] for other in results), "the same on every rank"
@@ -119,11 +124,6 @@ def examine(directory: Path, trials: Sequence[int]) -> None:
         assert re.search(named, said), (seed, odd, said)
         if said.startswith("(1, 1, 4)"):  # other replicas have computed their own microbatches
             assert said.count("\n  rank ") == 1, said
-
-
-@pytest.mark.parametrize("trials", [[2], pytest.param(range(100, 108), marks=pytest.mark.slow)], ids=str)
-def test_a_rank_that_computes_otherwise_once_is_named(trials: Sequence[int], tmp_path: Path) -> None:
-    examine(tmp_path, trials)
 
 
 def launched(rank: int, world_size: int, directory: str) -> int:
@@ -155,15 +155,8 @@ LAYERS = [
 def engines(rank: int, world_size: int) -> None:
     states = []
     for interval in (0, 1):
-        engine = PipelineEngine(
-            LAYERS,
-            loss=F.mse_loss,
-            train_iters=9,
-            num_microbatches=2,
-            optimizer=OptimizerConfig(lr=1e-2),
-            parallel=ParallelConfig(pp=2, dp=2, device="cpu", pipeline_balance="uniform"),
-            watch=WatchConfig(replay_interval=interval, check_replicas_interval=1),
-        )
+        watch = WatchConfig(replay_interval=interval, check_replicas_interval=1)
+        engine = engine_of(LAYERS, 2, 2, parallel={"pipeline_balance": "uniform"}, watch=watch)
         draw = torch.Generator().manual_seed(1)
         for _ in range(3):
             x, y = torch.randn(2, 12, 6, generator=draw)

@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.config import WatchConfig
 from megacore.errors import SilentCorruption
 from megacore.models.plain import Layer
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callback, Run
-from megacore.train.engine import PipelineEngine
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, bitwise, make_config, make_trainer, train_on
+from tests.parallel.test_engine import engine_of
+from tests.parity.runs import Layout, make_config, make_trainer
 
 # ---- the hash
 
@@ -134,8 +133,9 @@ def flipped(rank: int, world_size: int, directory: str, trials: Sequence[int]) -
     return found
 
 
-def examine(directory: Path, trials: Sequence[int]) -> None:
-    ranks = run_distributed(flipped, 4, str(directory), trials, timeout=120)
+@pytest.mark.parametrize("trials", [[1, 6], pytest.param(range(100, 112), marks=pytest.mark.slow)], ids=str)
+def test_flipped_bits_are_found_and_named(trials: Sequence[int], tmp_path: Path) -> None:
+    ranks = run_distributed(flipped, 4, str(tmp_path), trials, timeout=120)
     for seed, results in zip(trials, zip(*ranks, strict=True), strict=True):
         name, said, rank, step, saved = results[0]
         where = f"trial {seed}: {name} on rank {rank} after step {step}: {said}"
@@ -143,47 +143,29 @@ def examine(directory: Path, trials: Sequence[int]) -> None:
         due = step if saves(seed) else (step // INTERVAL + 1) * INTERVAL  # the bit flips after its step's check
         assert said.startswith(f"replicas differ after step {due}: "), where
         assert len(saved) == (step - 1 if saves(seed) else 0), where
-        assert (f"the last good one is {directory}/{seed}/{saved[-1]}" if saved else "none to go back to") in said
+        assert (f"the last good one is {tmp_path}/{seed}/{saved[-1]}" if saved else "none to go back to") in said
         assert re.search(rf"\n  ranks? (\d, )*{rank}\b|\n  ranks 0 to 3 ", said), where
         assert name.split()[0] in said, where
 
 
-@pytest.mark.parametrize("trials", [[1, 6], pytest.param(range(100, 112), marks=pytest.mark.slow)], ids=str)
-def test_flipped_bits_are_found_and_named(trials: Sequence[int], tmp_path: Path) -> None:
-    examine(tmp_path, trials)
+# ---- no other alarm, and the engine. That checks change no bit is in test_replay.py.
 
 
-# ---- no alarm, no other bits, and the engine
+def checked(rank: int, world_size: int, directory: str) -> None:
+    layout, changes = CASES[2]
+    config = make_config(layout, directory, check_replicas_interval=1, train_iters=3, log_interval=2, **changes)
+    make_trainer(config, build_mesh(config.parallel)).run()
 
 
-def checked_and_not(rank: int, world_size: int, directory: str, cases: list[Case]) -> None:
-    for number, (layout, changes) in enumerate(cases):
-        run = Path(directory) / str(number)
-        usual = {"num_layers": 4, "train_iters": 3, "log_interval": 2, "hidden_dropout": 0.1, **changes}
-        plain, checked = (make_config(layout, run, check_replicas_interval=interval, **usual) for interval in (0, 1))
-        mesh = build_mesh(plain.parallel)
-        bitwise(train_on(mesh, checked), train_on(mesh, plain))
-        if number == 0:
-            make_trainer(checked, mesh).run()
-            records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            assert [record["watch/replicas_checked_step"] for record in records] == [2, 3]
-
-
-@pytest.mark.parametrize("cases", [CASES[2:3], pytest.param(CASES[3:], marks=pytest.mark.slow)])
-def test_checks_change_no_bit_and_raise_no_alarm(cases: list[Case], tmp_path: Path) -> None:
-    run_distributed(checked_and_not, 4, str(tmp_path), cases, timeout=120)
+def test_the_last_checked_step_is_in_the_metrics(tmp_path: Path) -> None:
+    run_distributed(checked, 4, str(tmp_path), stay=True)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["watch/replicas_checked_step"] for record in records] == [2, 3]
 
 
 def engine_with_a_flipped_bit(rank: int, world_size: int, directory: str) -> list[str]:
     layers = [Layer("a", torch.nn.Linear, 6, 6), Layer("norm", torch.nn.BatchNorm1d, 6)]
-    engine = PipelineEngine(
-        layers,
-        loss=F.mse_loss,
-        train_iters=9,
-        optimizer=OptimizerConfig(lr=1e-2),
-        parallel=ParallelConfig(dp=3, device="cpu"),
-        watch=WatchConfig(check_replicas_interval=2),
-    )
+    engine = engine_of(layers, dp=3, watch=WatchConfig(check_replicas_interval=2))
     said = []
     for step in range(4):
         x, y = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(step))

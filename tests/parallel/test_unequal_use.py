@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import OptimizerConfig, ParallelConfig, SGDConfig, WatchConfig
-from megacore.train.engine import Layer, PipelineEngine
+from megacore.config import OptimizerConfig, SGDConfig
+from megacore.train.engine import Layer
 from tests.distributed import run_distributed
+from tests.parallel.test_engine import engine_of
 
 STEPS, SAMPLES = 4, 16
 
@@ -62,7 +62,7 @@ class Last(nn.Module):
         return self.inner(x[:, :-1])
 
 
-def train(width: int, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(width: int, dp: int = 1, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
     layers = [
         Layer("first", First, width),
         Layer("choose", Choose, width),
@@ -70,18 +70,10 @@ def train(width: int, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
         Layer("other", Skip, width, -1),
         Layer("last", Last, width),
     ]
-    dp = parallel.get("dp", 1)
-    engine = PipelineEngine(
-        layers,
-        loss=F.mse_loss,
-        train_iters=STEPS,
-        num_microbatches=4 // dp,
-        parallel=ParallelConfig(device="cpu", **parallel),
-        # Plain SGD: an error of a gradient is an error of a weight, in proportion.
-        optimizer=OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0),
-        optimizer_settings=SGDConfig(sgd_momentum=0.0),
-        watch=WatchConfig(hang_timeout_minutes=0.0),
-    )
+    # Plain SGD: an error of a gradient is an error of a weight, in proportion.
+    optimizer = OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0)
+    plain = SGDConfig(sgd_momentum=0.0)
+    engine = engine_of(layers, dp=dp, parallel=parallel, optimizer=optimizer, optimizer_settings=plain)
     losses = []
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
@@ -102,7 +94,7 @@ def test_replicas_may_use_different_parameters(width: int, bucket_size_mb: float
     """Buckets of one parameter, of which several are of one size; and of a quarter of the model."""
     expected, weights = train(width)
     cases = [{"zero_stage": stage, "bucket_size_mb": bucket_size_mb} for stage in range(4)]
-    for found in run_distributed(train_all, 2, width, cases):
+    for found in run_distributed(train_all, 2, width, cases, stay=True):
         for case, (losses, state) in zip(cases, found, strict=True):
             assert losses == pytest.approx(expected, rel=1e-5), case
             wrong = {name for name, weight in weights.items() if (state[name] - weight).abs().max() > 1e-6}

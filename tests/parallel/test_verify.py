@@ -192,25 +192,7 @@ def test_what_is_not_finite_missing_or_too_much_differs(found: Record, config: R
     assert not compare(found, reference_of(record(a=1.0)), config).agrees
 
 
-# ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "the first word must be pretrain_gpt.py, pretrain_bert.py or a file of your own, and nothing was given"),
-        ("pretrain_gpt --tp 2", "did you mean pretrain_gpt.py?"),
-        ("pretrain_gpt.py --self-test --defect qkv-order", "keep one of the two"),
-        ("pretrain_gpt.py --defect qkv-ordre", "did you mean qkv-order?"),
-        ("pretrain_gpt.py --defect missing-dp-sum", "it needs --dp times --cp of 2 or more"),
-        ("pretrain_gpt.py --json /nowhere/result.json", "must be a file in a directory that exists"),
-        ("pretrain_gpt.py --tp 8 --dp 4000 --num-attention-heads 16", "starts at most 64 on a machine"),
-    ],
-)
-def test_nonsense_is_refused_with_a_way_out(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    errors = capsys.readouterr().err
-    assert message in errors and "Traceback" not in errors
+# ---- the defects
 
 
 def test_defects_are_made_at_public_names() -> None:

@@ -3,7 +3,8 @@ slices."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,28 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megacore.config import (
-    SECTIONS,
-    AdamWConfig,
-    AverageConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ExpertsConfig,
-    LoggingConfig,
-    ModelConfig,
-    MupConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RampupConfig,
-    ResolvedConfig,
-    SpikeConfig,
-    StartConfig,
-    TrainingConfig,
-    WatchConfig,
-)
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config import SECTIONS, Config, ResolvedConfig
+from megacore.config.schema import section_of
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
@@ -138,56 +119,26 @@ class RaggedData:
         return sample
 
 
+USUAL: dict[str, Any] = {
+    "num_layers": 5, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "init_method_std": 0.1, "make_vocab_size_divisible_by": 8, "bucket_size_mb": 0.02,
+    "device": "cpu", "schedule": "1f1b", "pipeline_balance": "parameters", "precision": "fp32", "seq_length": SEQUENCE,
+    "mock_data": True, "adam_beta2": 0.999, "lr": 1e-3, "min_lr": 0.0, "lr_warmup_iters": 4, "clip_grad": 0.5,
+    "weight_decay": 0.1, "global_batch_size": BATCH, "train_iters": 20, "eval_interval": 0,
+}  # fmt: skip
+
+
 def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedConfig:
     """A small model with five blocks (no pp divides them) and a vocabulary that no tp divides; `changes` by field
     name."""
-    tp, pp, dp = layout
-    sections: dict[str, Any] = {
-        "model": ModelConfig(
-            num_layers=5,
-            hidden_size=32,
-            num_attention_heads=4,
-            vocab_size=VOCAB,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            init_method_std=0.1,
-            make_vocab_size_divisible_by=8,
-        ),
-        "experts": ExpertsConfig(),
-        "parallel": ParallelConfig(
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            bucket_size_mb=0.02,
-            device="cpu",
-            schedule="1f1b",
-            pipeline_balance="parameters",
-        ),
-        "precision": PrecisionConfig(precision="fp32"),
-        "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
-        **{name: kind() for name, kind in OPTIMIZERS.items() if name in SECTIONS},
-        "adamw": AdamWConfig(adam_beta2=0.999),
-        "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
-        "training": TrainingConfig(
-            micro_batch_size=2 if dp < 4 else 1,
-            global_batch_size=BATCH,
-            train_iters=20,
-            eval_interval=0,
-            output_dir=str(output_dir),
-        ),
-        "mup": MupConfig(),
-        "average": AverageConfig(),
-        "rampup": RampupConfig(),
-        "checkpoint": CheckpointConfig(),
-        "start": StartConfig(),
-        "logging": LoggingConfig(),
-        "watch": WatchConfig(),
-        "spikes": SpikeConfig(),
-    }
-    for field, value in changes.items():
-        (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
-        sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return Config(**sections).resolve(tp * pp * dp * sections["parallel"].cp)
+    degrees = dict(zip(("tp", "pp", "dp"), layout, strict=True))
+    own = {"micro_batch_size": 2 if degrees["dp"] < 4 else 1, "output_dir": str(output_dir)}
+    values: dict[str, dict[str, Any]] = defaultdict(dict)
+    for field, value in (USUAL | degrees | own | changes).items():
+        values[section_of(Config, field)][field] = value
+    sections: Any = {name: SECTIONS[name](**given) for name, given in values.items()}
+    config = Config(**sections)
+    return config.resolve(math.prod(layout) * config.parallel.cp)
 
 
 def make_trainer(

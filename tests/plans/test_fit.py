@@ -96,43 +96,12 @@ def test_rows_that_say_nothing_leave_the_constants(tmp_path: Path, capsys: pytes
     assert fit.cluster.device == A100.device
 
 
-REFUSED = {
-    "tp,dq,seconds\n1,1,2\n": ["line 1: column dq is no flag and no measure"],
-    "tp,dp\n1,8\n": ["line 1: no column is measured: add one of seconds"],
-    "tp,seconds,milliseconds\n1,2,2000\n": ["line 1: seconds or milliseconds are all measured: keep one"],
-    "tp,dp,seconds\n1,64,\n1,64,-3\n1,64,nan\n1,64\n5,1,3\n5,1,4\n": [
-        "line 2: seconds is missing: give seconds of a step, as in 4.2, or leave the row out",
-        "line 3: seconds -3 must be a positive number",
-        "line 4: seconds nan must be a positive number",
-        "line 5: 2 cells: give 3",
-        "lines 6, 7: --tp 5 must divide --num-attention-heads 32",
-    ],
-    "tp,gpu,seconds\n1,a100-80g,2\n2,h100,2\n": ["line 3: gpu h100 is not --cluster a100-80g"],
-    "tp,seconds\n1,2\n": ["has 1 measured step: give at least 4"],
-    'flags,seconds\n--search,2\n"--pp \'2",2\n': ["--search is no flag of a run", "no closing quotation"],
-    "": ["has no rows"],
-    "\ufefftp,seconds\n" + "1,2\n" * 3000: ["has 3,000 rows: leave at most 2,000"],
-}
-
-
-@pytest.mark.parametrize(("text", "said"), REFUSED.items(), ids=range(len(REFUSED)))
-def test_rows_are_refused_by_line(
-    text: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(text, encoding="utf-8")
-    command = COMMAND.replace("--tp 2 --dp 32", "")
-    assert main(f"{command} --fit {path} --fit-out rows.txt".split()) == 2
-    printed = capsys.readouterr().err
-    for part in [*said, "--fit-out rows.txt must end in .toml: use rows.toml"]:
-        assert part in printed
-
-
-def test_files_that_are_no_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else is refused stands in tests/tools.toml."""
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
     (tmp_path / "huge").write_bytes(b"a" * (1 << 23))
-    for name, said in {".": "is a directory", "binary": "is not text", "huge": "bytes", "none": "no such file"}.items():
+    (tmp_path / "long").write_text("\ufefftp,seconds\n" + "1,2\n" * 3000, encoding="utf-8")
+    said = {"binary": "is not text", "huge": "bytes", "long": "has 3,000 rows: leave at most 2,000"}
+    for name, reason in said.items():
         assert main(f"{COMMAND} --fit {tmp_path / name}".split()) == 2
-        assert said in capsys.readouterr().err
-    assert main(f"{COMMAND} --fit-out x.toml".split()) == 2
-    assert "--fit-out has no effect without --fit" in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
