@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -99,15 +100,13 @@ def run_command(words: list[str], folder: Path, output: Path) -> str:
         variables.append(words[0])
         words = words[1:]
     launcher = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-    words = [*launcher, *words[1:]]
-    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in (*launcher, *words[1:])]
     if any("pretrain" in word for word in words) and not any("tools" in word for word in words):
         words = [*words, "--output-dir", str(output)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= dict(variable.split("=", 1) for variable in variables)
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -242,15 +241,15 @@ class OfSGD(SGDConfig):
 
 
 def test_what_cannot_be_registered_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"the name 'sgd' is taken.*whose only base is OptimizerSettings"):
-        register_optimizer("sgd", OfSGD, SGD)
-    with pytest.raises(ValueError, match="must be a word of lower-case letters"):
-        register_optimizer("My-Own", SGDConfig, SGD)
-    with pytest.raises(ValueError, match="the name 'relu' is taken"):
-        register_activation("relu", torch.tanh, kept=1)
-    with pytest.raises(ValueError, match=r"the share left is 0\.0 at 0 and 1\.0 at 1: it must be 1 and 0"):
-        register_lr_style("rising", lambda progress: progress)
-    with pytest.raises(ValueError, match="the name is taken"):
-        register_lr_style("cosine", lambda progress: 1.0 - progress)
+    wrong: list[tuple[Any, tuple[Any, ...], str]] = [
+        (register_optimizer, ("sgd", OfSGD, SGD), r"the name 'sgd' is taken.*whose only base is OptimizerSettings"),
+        (register_optimizer, ("My-Own", SGDConfig, SGD), "must be a word of lower-case letters"),
+        (partial(register_activation, kept=1), ("relu", torch.tanh), "the name 'relu' is taken"),
+        (register_lr_style, ("rising", lambda x: x), r"the share left is 0\.0 at 0 and 1\.0 at 1: it must be 1 and 0"),
+        (register_lr_style, ("cosine", lambda x: 1.0 - x), "the name is taken"),
+    ]
+    for register, given, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            register(*given)
     assert issubclass(SGDConfig, OptimizerSettings)
     assert OfSGD not in OPTIMIZER_CLASSES

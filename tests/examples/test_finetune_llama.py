@@ -24,13 +24,8 @@ def test_it_makes_a_model_and_conversations_that_become_a_dataset(directory: Pat
     answers = {question["content"]: answer["content"] for question, answer in talks}
     assert len(answers) > 150
     assert "uppercase" in answers["What does str.upper do?"]
-    flags = words(
-        sft=True,
-        input=directory / "chat.jsonl",
-        tokenizer=directory / "model",
-        output_prefix=tmp_path / "chat",
-    )
-    assert preprocess_data.main(flags) == 0
+    files = {"input": directory / "chat.jsonl", "tokenizer": directory / "model", "output_prefix": tmp_path / "chat"}
+    assert preprocess_data.main(words(sft=True, **files)) == 0
     assert (tmp_path / "chat_sft_document_loss_mask.bin").exists()
     assert prepare.main([str(directory)]) == 2, "nothing is overwritten"
 
@@ -40,12 +35,9 @@ def test_the_pages_commands_lead_to_a_model_that_answers(directory: Path, tmp_pa
     chat, run, out = tmp_path / "chat", tmp_path / "run", tmp_path / "tuned"
     shared = words(tokenizer=directory / "model")
     assert preprocess_data.main([*words(sft=True, input=directory / "chat.jsonl", output_prefix=chat), *shared]) == 0
-    flags = words(
-        config=ROOT / "examples" / "finetune_llama" / "finetune.toml",
-        init_from_hf=directory / "model",
-        data_path=f"{chat}_sft_document",
-        output_dir=run,
-    )
+    config = ROOT / "examples" / "finetune_llama" / "finetune.toml"
+    data = f"{chat}_sft_document"
+    flags = words(config=config, init_from_hf=directory / "model", data_path=data, output_dir=run)
     small = words(seq_length=256, micro_batch_size=4, global_batch_size=8, train_iters=120, lr="3e-3", min_lr="3e-4")
     trained = alone(*flags, *shared, *small, *words(lr_warmup_iters=10, eval_iters=1), timeout=300)
     assert trained.returncode == 0, trained.stderr

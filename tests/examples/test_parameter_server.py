@@ -86,8 +86,7 @@ def hosted(plan: Plan) -> Iterator[tuple[list[ForkServerProcess], list[Any], dic
     """Three processes of servers, the pipes to them, and their addresses."""
     start_server()
     context = multiprocessing.get_context("forkserver")
-    pipes: list[Any] = []
-    processes: list[ForkServerProcess] = []
+    pipes, processes = list[Any](), list[ForkServerProcess]()
     for number in range(SERVERS):
         ours, theirs = context.Pipe()
         processes.append(context.Process(target=host, args=(number, plan, theirs), daemon=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,7 @@ BATCH, BLOCKS, EVICT_AFTER = 32, 4, 3
 Outcome = tuple[list[float], list[float], dict[str, list[float]], list[int]]
 
 
-def trained(
-    rank: int, ranks: int, name: str, steps: int, load: Path | None = None, save: Path | None = None
-) -> Outcome:
+def trained(rank: int, ranks: int, name: str, steps: int, load: Any = None, save: Any = None) -> Outcome:
     """Losses, scores, rows by id, and how many rows each eviction took, of this rank."""
     _, group = join_job(ParallelConfig(device="cpu"))
     model = Recommender(name, group, BLOCKS)

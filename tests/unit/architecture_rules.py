@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import PurePosixPath
 
 from tests.unit import architecture_exceptions as exceptions
@@ -126,7 +127,7 @@ def _imports(tree: ast.Module) -> Iterator[Import]:
             base = ("." * node.level) + (node.module or "")
             yield Import(base, node.lineno, late, typing)
             yield from (Import(f"{base}.{alias.name}", node.lineno, late, typing) for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        elif isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
             waiting += [(child, late, True) for child in node.body]
         else:
             # What is no statement imports nothing, and is most of the tree.
@@ -189,19 +190,14 @@ def late_imports(sources: Iterable[Source]) -> list[str]:
 
     An entry point imports inside its functions what loads torch (`early_torch`).
     """
-    found = {
-        f"{source.path}:{item.line} imports {item.module} inside a function, a condition or a try"
-        for source in sources
-        if source.is_ours and source.group != "scripts"
-        for item in source.imports
-        if item.late and not any((source.path, name) in exceptions.LATE_IMPORTS for name in _prefixes(item.module))
-    }
+    found = set()
+    for source in sources:
+        late = [item for item in source.imports if item.late and source.is_ours and source.group != "scripts"]
+        for item in late:
+            names = accumulate(item.module.split("."), "{}.{}".format)  # a, a.b, a.b.c
+            if not any((source.path, name) in exceptions.LATE_IMPORTS for name in names):
+                found.add(f"{source.path}:{item.line} imports {item.module} inside a function, a condition or a try")
     return sorted(found)
-
-
-def _prefixes(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def early_torch(sources: Iterable[Source]) -> list[str]:

@@ -20,7 +20,7 @@ from megacore.plan.calibration import Calibration, calibrate, machine_of
 from megacore.plan.calibration_report import calibration_text
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.devices import Case
-from megacore.plan.measured_run import Machine, MeasuredRun, read_run
+from megacore.plan.measured_run import Machine, read_run
 from megacore.plan.step_time import step_time
 from megacore.plan.traffic import stage_message
 from tests.parity.runs import make_config
@@ -151,13 +151,6 @@ def test_what_nothing_explains_is_reported_and_widens_the_range(tmp_path: Path) 
     assert load_cluster(path).source == found.cluster.source
 
 
-def launched(directory: Path, **about: object) -> MeasuredRun:
-    """A run of two ranks that recorded this."""
-    calibrated(directory, [0.3] * 8)
-    (directory / "events.jsonl").write_text(json.dumps({"event": "launch", **about}) + "\n", encoding="utf-8")
-    return read_run(directory)
-
-
 HERE = Machine(cores=64, memory_bytes=512e9, source="of this machine")
 
 
@@ -177,6 +170,7 @@ HERE = Machine(cores=64, memory_bytes=512e9, source="of this machine")
 def test_memory_and_cores_are_those_that_the_run_recorded(
     about: dict[str, object], name: str | None, expected: tuple[int, float] | None, tmp_path: Path
 ) -> None:
-    run = launched(tmp_path, **about)
-    found = machine_of(name, CPU, run, HERE)
+    calibrated(tmp_path, [0.3] * 8)  # a run of two ranks, that recorded this
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "launch", **about}) + "\n", encoding="utf-8")
+    found = machine_of(name, CPU, read_run(tmp_path), HERE)
     assert (None if found is None else (found.cores, found.memory_bytes)) == expected

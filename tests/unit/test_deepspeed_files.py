@@ -16,7 +16,7 @@ from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.errors import CheckpointError
 from tests.e2e.launching import words
 from tests.unit.hostile import Payload
-from tests.unit.megatron_files import ARGS, GPT, VOCAB, legacy_blocks, padded, require_tensors, rows, tensors_of
+from tests.unit.test_megatron_files import ARGS, GPT, VOCAB, legacy_blocks, padded, require_tensors, rows, tensors_of
 from tools.convert_checkpoint import main as convert
 
 RANKS = 2

@@ -43,12 +43,6 @@ def code(name: str) -> str:
     return textwrap.dedent(block) + "\n"
 
 
-def definitions(text: str, **known: Any) -> dict[str, Any]:
-    """What a block of code defines."""
-    exec(compile(text, "a page", "exec"), known)
-    return known
-
-
 def before(mark: str, addition: str, file: Path) -> None:
     """Put lines in front of the first one that begins with `mark`."""
     text = file.read_text(encoding="utf-8")
@@ -127,7 +121,7 @@ def run_as_in(program: str, config: ResolvedConfig) -> Mesh:
     """What a program does on a rank of a run: it is `train` with something of the page's."""
     mesh = build_mesh(config.parallel)
     with mock.patch.object(importlib.import_module("pretrain_gpt"), "run", lambda train: train(config, mesh)):
-        definitions(program, __name__="__main__")
+        exec(compile(program, "a page", "exec"), {"__name__": "__main__"})
     return mesh
 
 

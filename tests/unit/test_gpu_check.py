@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_check import parts, training
 from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.parts import Outcome, Part, run_parts
-from benchmarks.gpu_check.records import Record, read_records
+from benchmarks.gpu_check.records import read_records
 from tests.patience import scaled, until
 from tests.unit.test_distributed_harness import gone
 
@@ -37,13 +37,10 @@ def part(name: str, code: str, weight: float = 1.0, *, required: bool = False) -
 def test_a_part_that_fails_and_one_that_hangs_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_LEAST_SECONDS", 0.1)
     hangs = "import subprocess, time; print(subprocess.Popen(['sleep', '100']).pid, flush=True); time.sleep(100)"
-    found = outcomes_of(
-        tmp_path,
-        400.0,
-        part("fails", "raise ValueError('no such kernel')", weight=400.0),
-        part("hangs", hangs, weight=scaled(1)),  # of 400 seconds
-        part("runs", "pass", weight=400.0),
-    )
+    fails = part("fails", "raise ValueError('no such kernel')", weight=400.0)
+    # The second has one of 400 seconds.
+    last = part("runs", "pass", weight=400.0)
+    found = outcomes_of(tmp_path, 400.0, fails, part("hangs", hangs, weight=scaled(1)), last)
     assert [(one.status, one.exit_status) for one in found] == [("failed", 1), ("cut off", None), ("done", 0)]
     assert [one.records for one in found] == [[{"kind": "x", "n": 1}]] * 3  # also of those that did not end well
     assert "no such kernel" in found[0].log_tail
@@ -80,11 +77,6 @@ def test_the_largest_micro_batch_is_found(memory: int, known: bool) -> None:
 # ---- training
 
 
-def recorded(path: Path, kind: str) -> Record:
-    (found,) = [record for record in read_records(path) if record["kind"] == kind]
-    return found
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of the small GPT-2."""
@@ -104,7 +96,7 @@ def test_training_is_measured_beside_its_formulas(trained: Path) -> None:
     Operations: Narayanan et al. 2021: 72 B s L h^2 (1 + s / 6 h + V / 12 L h); causal attention has half of the second
     term.
     """
-    found = recorded(trained, "training")
+    (found,) = [record for record in read_records(trained) if record["kind"] == "training"]
     h, layers, vocabulary, length, batch = 64, 2, 512, 64, 4
     assert [record["micro_batch"] for record in read_records(trained) if record["kind"] == "fit"] == [1, 2, 4]
     assert (found["micro_batch"], found["seq_length"]) == (batch, length)

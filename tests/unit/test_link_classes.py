@@ -86,7 +86,7 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
     config = random_layout(seed)
     layers, pp, world = outline(config), config.parallel.pp, config.parallel.ranks
     for rank in range(pp):
-        for sent in collectives(rank_traffic(config, layers, rank)):
+        for sent in (one for one in rank_traffic(config, layers, rank) if one.role != "pipeline"):
             groups = list(groups_of(sent, config))
             assert sorted(sum(groups, ())) == list(range(world))
             for node in NODES:
@@ -104,10 +104,6 @@ def test_a_transfer_is_between_nodes_where_one_of_its_groups_is(seed: int) -> No
         )
         ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
         assert groups_between_nodes(tied.ranks, tied.stride, tied.among, node) == across(ends, node).groups
-
-
-def collectives(traffic: Iterable[Sent]) -> list[Sent]:
-    return [sent for sent in traffic if sent.role != "pipeline"]
 
 
 SURE = Range(1.0, 1.0, 1.0)

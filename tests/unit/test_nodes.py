@@ -8,16 +8,15 @@ import torch.distributed as dist
 from megacore.parallel.mesh import lost_store
 from megacore.train.causes import lost_connection
 
+EXIT = "A call failed possibly due to a network error or a remote process exiting prematurely."
+
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
         ("[/gloo/pair.cc:547] Connection closed by peer [10.83.0.2]:4711", "at 10.83.0.2 (Connection closed by peer)"),
         ("readv [10.83.0.2]:4711: Connection reset by peer", "another machine (Connection reset by peer)"),
-        (
-            "A call failed possibly due to a network error or a remote process exiting prematurely.",
-            "exiting prematurely",
-        ),
+        (EXIT, "exiting prematurely"),
     ],
 )
 def test_a_lost_connection_is_told_without_a_traceback(said: str, told: str) -> None:

@@ -153,13 +153,8 @@ def test_the_keys_of_a_plan_are_those_of_the_page(capsys: pytest.CaptureFixture[
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+PAGE = REFERENCE / "metrics.md"
 SHORT: dict[str, Any] = {"train_iters": 1, "eval_interval": 1, "eval_iters": 1, "num_layers": 1}
-
-
-def documented() -> set[str]:
-    section = PAGE.read_text(encoding="utf-8").partition("## Names and units")[2].partition("\n## ")[0]
-    return {"key"} ^ set(re.findall(r"^\| ([a-z_]+(?:/[a-z_N]+){0,2}) \|", section, re.MULTILINE))
 
 
 def written(directory: Path) -> set[str]:
@@ -178,4 +173,6 @@ def test_every_metric_is_documented_and_every_documented_one_written(tmp_path: P
     make_trainer(make_config((1, 1, 1), tmp_path / "experts", **experts, **SHORT), mesh).run()
     of_several_ranks = {"watch/replicas_checked_step"}  # tests/parallel/test_replicas.py reads it
     found = set.union(*(written(tmp_path / model) for model in ("gpt", "bert", "experts")))
-    assert found | of_several_ranks == documented()
+    section = PAGE.read_text(encoding="utf-8").partition("## Names and units")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| ([a-z_]+(?:/[a-z_N]+){0,2}) \|", section, re.MULTILINE))
+    assert found | of_several_ranks == {"key"} ^ documented

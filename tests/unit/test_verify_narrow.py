@@ -17,12 +17,9 @@ from megacore.pipeline.schedule import build_schedule
 from megacore.verify.narrow import narrow, one_process
 
 LAYOUTS = [
-    "--tp 1",
-    "--tp 2 --sequence-parallel",
-    "--pp 2",
+    *("--tp 1", "--tp 2 --sequence-parallel", "--pp 2"),
     "--pp 2 --schedule interleaved --virtual-stages 2 --global-batch-size 24",
-    "--pp 4 --schedule zero-bubble",
-    "--dp 4 --zero-stage 3",
+    *("--pp 4 --schedule zero-bubble", "--dp 4 --zero-stage 3"),
     "--tp 4 --pp 2 --dp 2 --zero-stage 1 --micro-batch-size 4 --global-batch-size 64",
     "--tp 2 --dp 3 --recompute full --recompute-num-layers 5",
     "--cp 4 --cp-comm ulysses --attention-dropout 0",
@@ -35,9 +32,8 @@ def resolved(words: str, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = Conf
     ranks = math.prod(int(given[given.index(name) + 1]) for name in ("--tp", "--cp", "--pp", "--dp") if name in given)
     for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    config: ResolvedConfig = parse_config(
-        [*given, "--mock-data", "--train-iters", "9"], prog="test", description="", kind=kind
-    )
+    argv = [*given, "--mock-data", "--train-iters", "9"]
+    config: ResolvedConfig = parse_config(argv, prog="test", description="", kind=kind)
     return config
 
 

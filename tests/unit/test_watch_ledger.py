@@ -208,12 +208,6 @@ def test_a_new_run_in_the_directory_takes_the_place_of_the_one_before(tmp_path: 
         assert (one.rank, one.state, one.record.identity.pid) == (0, "running", living["pid"])
 
 
-def test_the_watchdog_loads_no_torch() -> None:
-    code = "import sys, megacore.watch.watcher, megacore.watch.start; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == "False\n"
-
-
 # ---- how long a run may stand still
 
 

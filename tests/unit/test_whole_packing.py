@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,8 +48,7 @@ FORCED = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Of the buckets of a model: the share that is padding, the largest share of the work over the mean, and the share
     of the matrices that is in the first bucket."""
 
@@ -65,12 +64,9 @@ def found(model: str, replicas: int) -> Found:
         ShardedParameter(torch.empty(shape, device="meta"), ShardSpec(name=f"blocks.{i}.weight", shape=shape))
         for i, shape in enumerate(MODELS[model])
     ]
-    total = sum(parameter.numel() for parameter in parameters)
-    work_of = MuonConfig().work_of
-    busy: list[float] = [0.0] * replicas
-    size = 0
-    least = min(LEAST, total)
-    buckets = assign_whole(parameters, {"replicas": replicas}, {"replicas": least})
+    total, work_of = sum(parameter.numel() for parameter in parameters), MuonConfig().work_of
+    busy, size = [0.0] * replicas, 0
+    buckets = assign_whole(parameters, {"replicas": replicas}, {"replicas": min(LEAST, total)})
     assert [p for bucket in buckets for p in bucket] == parameters[::-1]
     for members in buckets:
         works = {p.spec.name: work_of(p.spec.shape) for p in members}
@@ -108,8 +104,7 @@ def test_packings_are_near_the_best_of_all(shards: int) -> None:
     optimal = 0
     for _ in range(20):
         sizes = [lots.choice([3, 4, 6, 10, 14]) for _ in range(lots.randint(1, 7))]
-        found_packing, best = pack(sizes, shards), best_of_all(sizes, shards)
-        held = Counter[int]()
+        found_packing, best, held = pack(sizes, shards), best_of_all(sizes, shards), Counter[int]()
         for size, shard in zip(sizes, found_packing.shard_of, strict=True):
             held[shard] += size
         assert max(held.values()) == found_packing.shard_size
