@@ -36,6 +36,7 @@ from benchmarks.workload import LLAMA, Bytes, add_sizes, megacore_step
 from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.expert_balance import ExpertBalance
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -120,7 +121,7 @@ def learn(options: argparse.Namespace) -> None:
                     result = trainer.train_step(next(trainer.batches))
                     if step >= options.steps - last:
                         losses.append(float(result.loss))
-                        if (balance := trainer.train_steps.balance) is not None:
+                        if (balance := trainer.train_steps.hook(ExpertBalance)) is not None:
                             loads.append(torch.stack([*balance.loads().values()]))
                 for together in (1, min(4, last), last) if loads else ():
                     violations.setdefault(together, []).extend(_violations(torch.stack(loads), together))

@@ -9,7 +9,7 @@
 
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
-Every rank calls its callbacks: first those of the trainer (`Trainer.__init__` lists them), then the others in order.
+Every rank calls its callbacks: first those of the trainer (standard_callbacks.py lists them), then the others in order.
 A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate`, `before_save`
 and `on_save` if they are due. Where a spike takes the run back (--on-spike rollback), `on_rollback` follows instead. A
 run ends with `on_stop` or with `on_error`.

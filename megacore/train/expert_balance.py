@@ -9,6 +9,7 @@ algorithm 1): no loss is added. A step that leaves the weights as they are leave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +19,14 @@ from megacore.layers.moe import MoE
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.stage import Stage
+from megacore.train.step_hooks import StepHook
+
+if TYPE_CHECKING:
+    from megacore.optim.update import Outcome
+    from megacore.train.step import TrainStep
 
 
-class ExpertBalance:
+class ExpertBalance(StepHook):
     """The routers of this rank's stages.
 
     Args:
@@ -31,6 +37,7 @@ class ExpertBalance:
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._rate = mesh, config.experts.moe_router_bias_update_rate
+        self._sizes = config.batch_sizes
         self._drops = config.experts.moe_expert_capacity_factor is not None
         self._blocks = [block for block in range(config.model.num_layers) if config.experts.holds(block)]
         # Ranks with other tokens: with sequence parallelism those of the layer group too.
@@ -44,30 +51,24 @@ class ExpertBalance:
         size = (len(self._layers), (config.experts.num_experts or 0) + 2)
         self._counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
 
-    def begin_step(self, loss_scale: float) -> None:
-        """The forwards of a step follow.
-
-        Args:
-            loss_scale: a factor of its loss, and of those of the routers.
-        """
+    def begin_step(self, step: int, loss_scale: float) -> None:
+        """Count from 0. The losses of routers are multiplied by the loss scale too, and divided by the sequences of a
+        batch of full size, whatever those of this step are."""
+        loss_scale *= self._sizes.full / self._sizes.of_step(step)
         for layer in self._layers.values():
             layer.ranks.loss_scale.value = loss_scale
             layer.router.counts.zero_()
             layer.router.gap.fill_(torch.inf)
 
     @torch.no_grad()
-    def end_step(self, *, updated: bool) -> None:
-        """Sum the counts of the step over ranks, and move the biases.
-
-        Args:
-            updated: whether the step has updated the weights.
-        """
+    def after_update(self, steps: TrainStep, outcome: Outcome) -> None:
+        """Sum the counts of the step over ranks, and move the biases if it has updated the weights."""
         if not self._layers:
             return
         self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E + 2]
         for group in self._groups:
             all_reduce_(self._counts, group)
-        if not updated:
+        if outcome.skipped is not None:
             return
         loads = self._counts[:, :-2]
         # In integers: above or below the mean does not depend on rounding.

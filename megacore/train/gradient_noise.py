@@ -13,25 +13,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megacore.config import ResolvedConfig
+from megacore.train.step_hooks import StepHook
+
+if TYPE_CHECKING:
+    from megacore.optim.update import Outcome
+    from megacore.train.step import TrainStep
 
 _SERIES = "gradient_noise"
 _DECAY = 0.95  # of both averages, per measurement
 
 
-class GradientNoise:
-    """The averages of a run.
+class GradientNoise(StepHook):
+    """Measures every `--gradient-noise-interval` steps: the small batch is the first microbatch of all replicas, which
+    is computed twice.
 
     Args:
-        interval: steps between measurements.
+        config: resolved.
     """
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._interval, self._samples = config.logging.gradient_noise_interval, config.replica_batch_size
         self._signal, self._noise = 0.0, 0.0
+        self._small: tuple[Tensor, int] | None = None  # the norm of the small batch, and how many the large one has
 
-    def is_due(self, step: int) -> bool:
-        """Whether step number `step` is measured."""
-        return step % self._interval == 0
+    def before_gradients(self, steps: TrainStep, microbatches: Sequence[Any]) -> None:
+        """Compute the gradient of the small batch, if the step is measured."""
+        step = steps.step + 1
+        if step % self._interval or len(microbatches) == 1:
+            return
+        weight = steps.begin(steps.task.counts(microbatches[0]), updates=False)
+        loss = steps.model.runtime.train_step(microbatches[:1], weight, steps.model.data_parallel)
+        norm = steps.update.gradient_norm(loss, step=step, per_count=weight.per_count())
+        self._small = norm, len(microbatches)
+
+    def after_update(self, steps: TrainStep, outcome: Outcome) -> None:
+        """Compare with the gradient of the step."""
+        if self._small is not None:
+            (norm, count), self._small = self._small, None
+            samples = self._samples
+            self.measure(float(norm), float(outcome.norm), small_batch=samples, large_batch=samples * count)
 
     def measure(self, small: float, large: float, *, small_batch: int, large_batch: int) -> None:
         """Take in a measurement; one that is not finite is left out.
@@ -59,7 +84,7 @@ class GradientNoise:
         """The averages, for a checkpoint."""
         return {_SERIES: [self._signal, self._noise]}
 
-    def load(self, series: Mapping[str, Sequence[float]]) -> None:
+    def load_series(self, series: Mapping[str, Sequence[float]]) -> None:
         """Continue with the averages of a checkpoint, if it has some."""
         if len(averages := series.get(_SERIES, ())) == 2:
             self._signal, self._noise = averages

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.schedule import first_backward
 from megacore.train.parallelize import ParallelModel
+from megacore.train.step_hooks import ComputesGradients, StepHook
 from megacore.zero.data_parallel import DataParallel
 
 _LOSS = "the loss"
 
 
-class Replay:
+class Replay(StepHook):
     """Replays a microbatch every `--replay-interval` steps; all ranks call each method together.
 
     Args:
@@ -67,9 +69,9 @@ class Replay:
             )
         self._number = number
 
-    def is_due(self, step: int) -> bool:
-        """Whether a microbatch of step number `step` is to be replayed."""
-        return step % self._interval == 0
+    def computes(self, step: int) -> ComputesGradients | None:
+        """The steps of which a microbatch is replayed."""
+        return None if step % self._interval else partial(self.train_step, step=step)
 
     def train_step(self, microbatches: Sequence[Any], loss_weight: LossWeight, *, step: int) -> Tensor:
         """`PipelineRuntime.train_step`, and the first microbatch of it once more.

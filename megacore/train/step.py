@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ from megacore.parallel.heartbeat import Phase, operations_differ, phase, section
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
-from megacore.train.expert_balance import ExpertBalance
-from megacore.train.gradient_noise import GradientNoise
+from megacore.train.features import step_hooks
 from megacore.train.parallelize import parallelize
-from megacore.train.replay import Replay
+from megacore.train.step_hooks import StepHook
 from megacore.train.task import Task
 from megacore.train.watchdog import watchdog
+
+Hook = TypeVar("Hook", bound=StepHook)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,7 @@ class TrainStep:
         step: steps taken.
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
-        balance: of the experts; None: the model has none.
-        noise: the gradient noise scale; None: it is not measured.
+        hooks: what else takes part.
         source: where microbatches come from, if it is known.
         rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
         not_finite: the steps since the last update or load that were not finite, and had a diagnosis.
@@ -134,20 +134,16 @@ class TrainStep:
             config,
             shared=self.model.shared,
         )
-        self.balance = None if config.model.experts is None else ExpertBalance(self.model.chunks, config, mesh)
+        self.hooks = step_hooks(self.model, config, mesh)
         self.step = 0
         self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._decoupled = config.optimizer.decoupled
-        self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
         self.not_finite: list[StepResult] = []
         self._summed_loss: Tensor | None = None
-        interval = config.logging.gradient_noise_interval
-        self.noise = GradientNoise(interval) if interval else None
-        self._small_norm: Tensor | None = None
 
     def compute_gradients(self, microbatches: Sequence[Any]) -> None:
         """Forward and backward of this replica's microbatches.
@@ -162,19 +158,14 @@ class TrainStep:
             SilentCorruption: a microbatch that was computed again gave other numbers.
         """
         self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
-        if self.noise is not None and self.noise.is_due(self.step + 1) and len(microbatches) > 1:
-            self._small_norm = self._norm_of_first(microbatches)
+        for hook in self.hooks:
+            hook.before_gradients(self, microbatches)
         weight = self.begin(torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0))
-        if self._replay is not None and self._replay.is_due(self.step + 1):
-            self._summed_loss = self._replay.train_step(microbatches, weight, step=self.step + 1)
+        computes = next(filter(None, (hook.computes(self.step + 1) for hook in self.hooks)), None)
+        if computes is not None:
+            self._summed_loss = computes(microbatches, weight)
         else:
             self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
-
-    def _norm_of_first(self, microbatches: Sequence[Any]) -> Tensor:
-        """The norm of the gradient of the first microbatches of all replicas, as if they were the global batch."""
-        weight = self.begin(self.task.counts(microbatches[0]), updates=False)
-        loss = self.model.runtime.train_step(microbatches[:1], weight, self.model.data_parallel)
-        return self.update.gradient_norm(loss, step=self.step + 1, per_count=weight.per_count())
 
     def begin(self, counts: Tensor, *, updates: bool = True) -> BatchWeight:
         """Begin a step: drop the gradients of the last one.
@@ -188,10 +179,8 @@ class TrainStep:
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         sums_gradients = self.update.optimizer.begin_step(self.update.updates)
         self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients, compresses=updates)
-        if self.balance is not None:
-            if self._ramp is not None:  # the losses of routers are divided by the sequences of a full batch
-                scale *= self._ramp.full / self._ramp.of_step(self.step + 1)
-            self.balance.begin_step(scale)
+        for hook in self.hooks:
+            hook.begin_step(self.step + 1, scale)
         return self._weight
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -233,15 +222,10 @@ class TrainStep:
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
-        if self.noise is not None and self._small_norm is not None:
-            small, count = self.config.replica_batch_size, len(microbatches)
-            norms = float(self._small_norm), float(outcome.norm)
-            self.noise.measure(*norms, small_batch=small, large_batch=small * count)
-            self._small_norm = None
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(watchdog().different_operations(self.step, self.mesh))
-        if self.balance is not None:
-            self.balance.end_step(updated=outcome.skipped is None)
+        for hook in self.hooks:
+            hook.after_update(self, outcome)
         means = outcome.loss * per_count
         diagnosis = None
         if outcome.skipped is None:
@@ -277,6 +261,14 @@ class TrainStep:
             raise ending(f"{outcome.stop}, {diagnosis}. {_way_on(is_corruption=True)}")
         if outcome.stop is not None:
             raise ending(f"{outcome.stop}{diagnosis.way_out(outcome.remedies)} ({diagnosis})")
+
+    def hook(self, kind: type[Hook]) -> Hook | None:
+        """The hook of a kind, if the configuration asks for it."""
+        return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
+
+    def figures(self) -> dict[str, float | None]:
+        """What hooks add to the record of the last step; all ranks call this together."""
+        return _joined(hook.figures() for hook in self.hooks)
 
     def require_finite(self) -> None:
         """Check weights and moments before they are saved; all ranks call this together.
@@ -373,8 +365,8 @@ class TrainStep:
             counters=self.update.counters()
             | {"learning_rate": self.lr(), "in_doubt": int(in_doubt)}
             | ({"own_layers": 1} if self.task.layers_from == "program" else {}),
-            series={**self.update.series(), **({} if self.noise is None else self.noise.series()), **series},
-            buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
+            series={**self.update.series(), **_joined(hook.series() for hook in self.hooks), **series},
+            buffers={**(buffers or {}), **_joined(hook.buffers() for hook in self.hooks)},
         )
 
     @section(Phase.LOAD)
@@ -412,14 +404,18 @@ class TrainStep:
             self.step = manifest.step
         if with_optimizer:
             self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
-        if with_progress and self.noise is not None:
-            self.noise.load(manifest.series)
+        for hook in self.hooks if with_progress else ():
+            hook.load_series(manifest.series)
         if non_finite := self.update.non_finite_state():
             raise CheckpointError(
                 f"{directory} holds numbers that are not finite, first in forward order "
                 f"{describe_non_finite(non_finite)}: use an earlier checkpoint"
             )
         return manifest
+
+
+def _joined(of_hooks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for each in of_hooks for name, value in each.items()}
 
 
 def _way_on(is_corruption: bool) -> str:

@@ -32,23 +32,17 @@ from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
-from megacore.train.history import History
-from megacore.train.lr_range import RangeTest
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
-from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
-from megacore.train.replicas import ReplicaCheck, ReplicaChecks
 from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
+from megacore.train.standard_callbacks import standard_callbacks
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import attention_warning, launch_summary, summary_line
 from megacore.train.task import Task
-from megacore.train.tracing import Tracer
-from megacore.train.trackers.callback import Trackers, chosen_trackers
-from megacore.train.trackers.tracker import RunInfo
 from megacore.train.watchdog import watchdog
 
 
@@ -115,20 +109,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        watchers = [*watchdog().callbacks(mesh, self.report, first_step=self.step), *self._replica_checks()]
-        self.callbacks = Callbacks(
-            self,
-            [
-                *watchers,
-                self.report,
-                self._history(),
-                *self._trackers(),
-                *self._tracers(),
-                *self._profilers(),
-                *([RangeTest()] if config.optimizer.lr_range_test else []),
-                *callbacks,
-            ],
-        )
+        self.callbacks = Callbacks(self, [*standard_callbacks(self), *callbacks])
         self.saving = Saving(
             config, mesh, callbacks=self.callbacks, report=self.report, loaded=load, updates=self.update.updates
         )
@@ -295,9 +276,7 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        balance = {} if self.train_steps.balance is None else self.train_steps.balance.figures()
-        noise = {} if self.train_steps.noise is None else self.train_steps.noise.figures()
-        further = {**balance, **noise, **self.rollbacks.figures(), **self.callbacks.figures()}
+        further = {**self.train_steps.figures(), **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
@@ -367,52 +346,11 @@ class Trainer:
         self.consumed_samples = manifest.consumed_samples
         return manifest
 
-    def _replica_checks(self) -> Iterator[ReplicaChecks]:
-        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
-        if interval and self.mesh.world.size > 1:
-            optimizer = self.update.optimizer
-            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
-
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
         ramps = bool(self.config.rampup.rampup_batch_size)
         sizes = map(self.config.batch_sizes.of_step, count(self.step + 1)) if ramps else None
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples, sizes), self.mesh.device)
-
-    def _history(self) -> History:
-        return History(
-            Path(self.config.training.output_dir),
-            first_step=self.step,
-            provenance=self.provenance,
-            degrees=self.mesh.degrees,
-            load=self.config.checkpoint.load,
-            predicted_peak=self.metrics.predicted_peak,
-        )
-
-    def _trackers(self) -> Iterator[Trackers]:
-        trackers = list(chosen_trackers(self.config.logging))
-        if trackers and self.mesh.world.is_first:
-            run = RunInfo(output_dir=Path(self.config.training.output_dir), first_step=self.step, config=self.config)
-            yield Trackers(trackers, run)
-
-    def _tracers(self) -> Iterator[Tracer]:
-        if self.config.logging.trace:
-            last = self.step + self.config.logging.traced_steps + 1
-            microbatches = self.config.batch_sizes.of_step(last) // self.config.replica_batch_size
-            yield Tracer(
-                self.config,
-                self.mesh,
-                self.model.runtime,
-                self.report,
-                first_step=self.step,
-                microbatches=microbatches,
-            )
-
-    def _profilers(self) -> Iterator[Profiling]:
-        steps, output_dir = self.config.logging.profiled_steps(), Path(self.config.training.output_dir)
-        if steps and steps[-1] > self.step:
-            rank, device = self.mesh.world.rank, self.mesh.device
-            yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=rank, device=device), self.report.say)
 
     def _loader(
         self, dataset: SampleDataset, consumed_samples: int, batch_sizes: Iterator[int] | None = None

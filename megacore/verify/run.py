@@ -32,6 +32,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.pipeline.stage import tensors_of
 from megacore.train.bert_task import BertTask
+from megacore.train.expert_balance import ExpertBalance
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
 from megacore.train.task import Task
@@ -219,7 +220,7 @@ class Recorder:
         self._keep("gradient norm", "", result.grad_norm.reshape(-1))
         if math.isfinite(result.clip_limit) and self.steps.config.optimizer.clip_grad_adaptive:
             self._keep("clip limit", "", torch.tensor([result.clip_limit], dtype=torch.float64))
-        if (balance := self.steps.balance) is not None:
+        if (balance := self.steps.hook(ExpertBalance)) is not None:
             for kind, tensors in (("expert load", balance.loads()), ("expert bias", balance.buffers())):
                 for name, tensor in tensors.items():
                     self._keep(kind, name, tensor)

@@ -25,6 +25,7 @@ from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combin
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
+from megacore.train.expert_balance import ExpertBalance
 from tests.distributed import run_distributed
 from tests.matrix.programs import LATENT, PROGRAMS
 from tests.matrix.rows import LATENT_EXPERTS
@@ -107,7 +108,7 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
     """Against counts of what was chosen in training, each microbatch once, also where it is computed again."""
     bias = PROGRAMS["bias"] | {"recompute": "full", "train_iters": 2, "num_layers": 2, "eval_iters": 1}
     trainer = trainer_of((1, 1, 1), tmp_path, **bias)
-    balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
+    balance, choices, choose = trainer.train_steps.hook(ExpertBalance), list[Tensor](), moe.choose
     assert balance is not None
 
     def watched(logits: Tensor, experts: Any, bias: Tensor, chosen: Tensor | None, *others: Any) -> moe.Choice:
@@ -143,7 +144,7 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
             "moe/block_1/smallest_gap": pytest.approx(gaps[0]),
         }
     trainer.evaluate()
-    balance.end_step(updated=False)
+    balance.after_update(trainer.train_steps, mock.Mock(skipped="not finite"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
@@ -151,7 +152,7 @@ def test_a_bias_is_fp32_in_sixteen_bits(tmp_path: Path) -> None:
     """1e-3 and sums of it are no numbers of bf16. A checkpoint holds it, and generation reads it."""
     bias = PROGRAMS["bias"] | {"moe_router_bias_update_rate": 1e-3, "train_iters": 2, "num_layers": 2}
     trainer = trainer_of((1, 1, 1), tmp_path, **bias, precision="bf16")
-    balance, expected, rate = trainer.train_steps.balance, torch.zeros(4), torch.tensor(1e-3)
+    balance, expected, rate = trainer.train_steps.hook(ExpertBalance), torch.zeros(4), torch.tensor(1e-3)
     assert balance is not None
     for _ in range(2):
         trainer.train_step(next(trainer.batches))
