@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from megacore.commands.plan_parser import (
     idle_flags,
     named_entry,
     price,
+    print_json,
     share,
     take_misspelled,
     tokens,
@@ -231,7 +231,7 @@ def _parser(prog: str, usage: str) -> PlanParser:
         "and --software",
     )
     add_search_flags(parser)
-    parser.set_defaults(is_dry_run=False, is_full=False)
+    parser.set_defaults(is_dry_run=False, is_full=False, fitted={})
     return parser
 
 
@@ -292,7 +292,7 @@ def _with_fit(args: argparse.Namespace) -> Reads:
 
 def _report(args: argparse.Namespace, plan: Plan) -> None:
     if args.json:
-        print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
+        print_json(args, as_json(plan, tokens=args.tokens, goodput=args.goodput))
     else:
         print(markdown(plan, tokens=args.tokens, goodput=args.goodput))
 

@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import copy
 import io
-import json
 import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megacore.commands.plan_parser import PlanParser, without
+from megacore.commands.plan_parser import PlanParser, print_json, without
 from megacore.config import Config, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.flags import read_flags, without_fields
@@ -69,7 +68,7 @@ def run_compare(args: argparse.Namespace, kind: type[Config], read: Reads) -> No
     find = plan_memory if args.estimate else traced_memory
     plans: list[Plan] = [make_plan(scheduled(config, on), on, find_memory=find) for config, on in runs]
     if args.json:
-        print(json.dumps(comparison_json(plans, given, tokens=args.tokens, goodput=args.goodput), indent=1))
+        print_json(args, comparison_json(plans, given, tokens=args.tokens, goodput=args.goodput))
     else:
         print(comparison_table(plans, given, tokens=args.tokens, goodput=args.goodput))
 

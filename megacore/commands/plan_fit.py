@@ -20,7 +20,7 @@ from megacore.plan.cluster import Cluster, to_toml
 from megacore.plan.planner import scheduled, step_flops
 from megacore.plan.row_file import FileRow, RowFile
 from megacore.plan.row_fit import LEAST_ROWS, MeasuredRow, RowFit, fit_rows
-from megacore.plan.row_report import fit_text
+from megacore.plan.row_report import fit_json, fit_text
 
 _REPLICAS = {"dp", "world_size"}
 
@@ -92,10 +92,11 @@ def _seconds(row: FileRow, config: ResolvedConfig) -> float:
 def fitted_cluster(args: argparse.Namespace, rows: Sequence[MeasuredRow], base: Cluster) -> Cluster:
     """Fit, print what was found, and write the file of --fit-out.
 
-    With --json the figures of the fit are printed to stderr: stdout has the plan alone.
+    With --json they are a part of what is printed, and told on stderr as well.
     """
     fit = fit_rows([replace(row, config=scheduled(row.config, base)) for row in rows], base)
     cluster = _named(fit, args.fit)
+    args.fitted = {"fitted": fit_json(fit, args.fit)}
     print(fit_text(fit, args.fit), end="\n\n", file=sys.stderr if args.json else sys.stdout)
     if args.fit_out is not None:
         replace_bytes(args.fit_out, to_toml(cluster).encode(), durable=False)

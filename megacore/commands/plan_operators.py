@@ -7,11 +7,11 @@ Rank 0 takes a step on fake tensors, so that its operators, bytes and FLOPs are 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, get_args
 
+from megacore.commands.plan_parser import print_json
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
@@ -77,7 +77,7 @@ def run_operators(args: argparse.Namespace, config: ResolvedConfig, cluster: Clu
     )
     seconds = Range(slow.seconds, expected.seconds, fast.seconds)
     if args.json:
-        print(json.dumps(_as_json(config, cluster, expected, seconds, peak), indent=1))
+        print_json(args, _as_json(config, cluster, expected, seconds, peak))
     else:
         print("\n".join(_report(config, cluster, expected, seconds, peak)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import math
 import re
 import sys
@@ -145,6 +146,11 @@ class PlanParser(ToolParser):
     def _with_dashes(self, word: str) -> str:
         """A flag of ours that is spelled with underscores, which the trainer accepts too."""
         return flag if (flag := dashed(word)).partition("=")[0] in self.names() else word
+
+
+def print_json(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
+    """Print a report, with what --fit found."""
+    print(json.dumps({**report, **args.fitted}, indent=1))
 
 
 def dashed(word: str) -> str:

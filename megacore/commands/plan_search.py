@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.commands.pictures import report_with_pictures
-from megacore.commands.plan_parser import PlanParser, gigabytes, zero_stage
+from megacore.commands.plan_parser import PlanParser, gigabytes, print_json, zero_stage
 from megacore.commands.tool import positive
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
@@ -202,12 +201,14 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
         UserError: the picture cannot be drawn or written.
     """
     constraints = _constraints(args)
-    named = {"names_batch": args.names_batch, "names_defaults": args.has_file}
-    found = search(config, cluster, constraints, **named)
-    if not found.layouts and found.tried and args.may_offload and not config.offloads and not cluster.on_cpu:
-        parallel = replace(config.parallel, offload_optimizer=True)
-        offloading = search(replace(config, parallel=parallel), cluster, constraints, **named, names_offload=True)
-        found = offloading if offloading.layouts else found
+    may_offload = args.may_offload and not config.offloads and not cluster.on_cpu
+    found = search(
+        config,
+        cluster,
+        replace(constraints, may_offload=may_offload),
+        names_batch=args.names_batch,
+        names_defaults=args.has_file,
+    )
     if not args.estimate and found.layouts:
         found = with_memory(found, args.top, traced_memory)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
@@ -220,7 +221,7 @@ def _report(args: argparse.Namespace, found: Found, config: ResolvedConfig) -> N
         find = plan_memory if args.estimate else traced_memory
         own = make_plan(scheduled(config, found.cluster), found.cluster, find_memory=find)
     if args.json:
-        print(json.dumps(search_json(found, own, top=args.top, tokens=args.tokens, goodput=args.goodput), indent=1))
+        print_json(args, search_json(found, own, top=args.top, tokens=args.tokens, goodput=args.goodput))
     else:
         print(search_table(found, own, top=args.top, tokens=args.tokens, goodput=args.goodput))
 

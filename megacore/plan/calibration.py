@@ -27,7 +27,7 @@ from megacore.models.outline import ModelLayer, outline
 from megacore.pipeline.simulator import Costs
 from megacore.pipeline.trace_file import read_trace
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
-from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.devices import Device, Link, Range
 from megacore.plan.least_squares import Vector, solve
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
 from megacore.plan.planner import scheduled
@@ -111,7 +111,8 @@ def base_of(name: str | None, launch: Launch) -> Cluster:
         ConfigError: the name is not known, it is missing, or it is of other devices than the run's.
     """
     device = launch.device
-    known = "cpu" if device in (None, "cpu") else next((one.name for one in DEVICES if one.reported_as == device), None)
+    named = (one for one, cluster in CLUSTERS.items() if cluster.device.reported_as == device)
+    known = "cpu" if device in (None, "cpu") else next(named, None)
     if name is None and known is None:
         raise ConfigError([f"--cluster is missing: the run computed on {device}; name the cluster most like it"])
     base = cluster_named(name or known or "cpu")

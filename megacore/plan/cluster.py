@@ -3,7 +3,6 @@
 A file that rows were fitted to (row_fit.py) also has the trainer that ran them, and what layouts like theirs take.
 
 What a device is stands in devices.py, what a program does in software.py. A cluster adds what only planning asks for.
-Prices are assumed: common list prices of rented devices, which differ by provider and year by a factor of two.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import tomli_w
 
@@ -23,26 +22,11 @@ from megacore.config.logging import LEAST_TFLOPS, MOST_TFLOPS
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.files import read_bounded
-from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.devices import Device, Link, Range
 from megacore.plan.measured_layouts import LENGTHS, MeasuredLayouts
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.train.peaks import Format
 
-# USD per device and hour, assumed.
-_PRICES = {
-    "a100-40g": 1.3,
-    "a100-80g": 1.8,
-    "h100": 2.8,
-    "h200": 3.5,
-    "b200": 5.5,
-    "b300": 6.5,
-    "gb200": 6.0,
-    "gb300": 7.0,
-    "mi250x": 1.1,
-    "mi300x": 2.5,
-    "mi355x": 4.0,
-    "rtx4090": 0.4,
-}
 _FORMATS: tuple[Format, ...] = get_args(Format)
 
 
@@ -125,43 +109,34 @@ class Cluster:
         return next((value for key, value in self.peaks.items() if key == form), None)
 
 
-def _from_device(device: Device) -> Cluster:
-    peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
-    chip = device.name.partition("-")[0]  # of all sizes of memory
-    return Cluster(device=device, peaks=peaks, price_per_hour=_PRICES[device.name], chip=chip)
+def _built_in() -> dict[str, Cluster]:
+    """Those of clusters.toml, each with the figures of the one that it is based on."""
+    found: dict[str, Cluster] = {}
+    tables = tomllib.loads(Path(__file__).with_name("clusters.toml").read_text(encoding="utf-8"))
+    for name, table in tables.items():
+        base = found.get(table.pop("based_on", ""))
+        known = {"price_per_hour", "on_cpu", "source", "peaks"} & table.keys()
+        fields = {field: table.pop(field) for field in known}
+        figures = {"name": name, **{field: _figure(value) for field, value in table.items()}}
+        device = Device(**figures) if base is None else dataclasses.replace(base.device, **figures)
+        cluster = Cluster(device=device, peaks={}) if base is None else base
+        cluster = dataclasses.replace(cluster, device=device, **fields)
+        if not cluster.on_cpu:
+            peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
+            chip = name.partition("-")[0]  # of all sizes of memory
+            cluster = dataclasses.replace(cluster, peaks=peaks, chip=chip)
+        found[name] = cluster
+    return found
 
 
-def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
-    """A machine whose ranks have a core each; loopback gloo between them."""
-    device = Device(
-        name=name,
-        reported_as=name,
-        memory_bytes=memory_gb * 1e9,
-        memory_bandwidth=8e9,  # of one core
-        node_ranks=cores,
-        node_nics=1,
-        node_link=Link(bandwidth=2e9, latency=60e-6),
-        network=Link(bandwidth=1.25e9 / cores, latency=100e-6),
-        host_link=8e9,  # the host is the device
-        host_bandwidth=8e9,
-        product_efficiency=Range(0.35, 0.60, 0.85),
-        attention_efficiency=Range(0.15, 0.30, 0.50),
-        memory_efficiency=Range(0.4, 0.7, 0.9),
-        link_efficiency=Range(0.4, 0.7, 0.9),
-        network_efficiency=Range(0.4, 0.7, 0.9),
-        launch_seconds=Range(8e-6, 4e-6, 2e-6),
-        host_seconds=Range(0.0, 0.0, 0.0),
-    )
-    core = 80e9  # FLOP/s of a core with 256-bit units at 2.5 GHz
-    peaks: dict[Format, float] = {"fp32": core, "bf16": core / 4, "fp16": core / 4}
-    return Cluster(device=device, peaks=peaks, price_per_hour=price, on_cpu=True, source="assumed; --calibrate")
+def _figure(value: Any) -> Any:
+    """A value of clusters.toml as `Device` has it."""
+    if isinstance(value, list):
+        return Range(*value)
+    return Link(**value) if isinstance(value, dict) else value
 
 
-CLUSTERS: Mapping[str, Cluster] = {
-    **{device.name: _from_device(device) for device in DEVICES},
-    "laptop": _cpu("laptop", cores=8, memory_gb=16, price=0.0),
-    "cpu": _cpu("cpu", cores=16, memory_gb=64, price=0.05),
-}
+CLUSTERS: Mapping[str, Cluster] = _built_in()
 
 
 def cluster_named(name: str) -> Cluster:
@@ -183,19 +158,29 @@ def cluster_named(name: str) -> Cluster:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
+
+class _Number(NamedTuple):
+    """A number of a cluster file: what it is, and from and to which it is one of a machine, now or in some decades.
+    Beyond them a unit was mistaken."""
+
+    meaning: str
+    low: float
+    high: float
+
+
 _NUMBERS = {
-    "memory_gb": "capacity of a device",
-    "memory_bandwidth_gb_s": "of a device's memory",
-    "gpus_per_node": "devices of a node",
-    "node_bandwidth_gb_s": "between devices of a node, one direction",
-    "node_latency_us": "of a message in a node",
-    "nics_per_node": "network cards of a node",
-    "nic_bandwidth_gb_s": "of one network card, one direction",
-    "network_latency_us": "of a message between nodes",
-    "host_link_gb_s": "between a device and host memory, one direction",
-    "host_memory_gb_s": "of a node's host memory",
-    "host_memory_gb": "capacity of a node's host memory",
-    "price_per_hour": "USD per device",
+    "memory_gb": _Number("capacity of a device", 1e-3, 1e6),
+    "memory_bandwidth_gb_s": _Number("of a device's memory", 1e-6, 1e6),
+    "gpus_per_node": _Number("devices of a node", 1, 1e5),
+    "node_bandwidth_gb_s": _Number("between devices of a node, one direction", 1e-6, 1e6),
+    "node_latency_us": _Number("of a message in a node", 0, 1e7),
+    "nics_per_node": _Number("network cards of a node", 1, 1e5),
+    "nic_bandwidth_gb_s": _Number("of one network card, one direction", 1e-6, 1e6),
+    "network_latency_us": _Number("of a message between nodes", 0, 1e7),
+    "host_link_gb_s": _Number("between a device and host memory, one direction", 1e-6, 1e6),
+    "host_memory_gb_s": _Number("of a node's host memory", 1e-6, 1e6),
+    "host_memory_gb": _Number("capacity of a node's host memory", 1e-3, 1e6),
+    "price_per_hour": _Number("USD per device", 0, 1e6),
 }
 _RANGES = {
     "products": "product_efficiency",
@@ -209,21 +194,6 @@ _RANGES = {
 _TEXTS = {"name": "", "source": "cluster file"}  # with what they are in a file that leaves them out
 # Of a file that leaves them out; None: not known.
 _USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0, "host_memory_gb": None}
-# From and to which a number is one of a machine, now or in some decades: beyond them a unit was mistaken.
-_BOUNDS = {
-    "memory_gb": (1e-3, 1e6),
-    "memory_bandwidth_gb_s": (1e-6, 1e6),
-    "gpus_per_node": (1, 1e5),
-    "node_bandwidth_gb_s": (1e-6, 1e6),
-    "node_latency_us": (0, 1e7),
-    "nics_per_node": (1, 1e5),
-    "nic_bandwidth_gb_s": (1e-6, 1e6),
-    "network_latency_us": (0, 1e7),
-    "host_link_gb_s": (1e-6, 1e6),
-    "host_memory_gb_s": (1e-6, 1e6),
-    "host_memory_gb": (1e-3, 1e6),
-    "price_per_hour": (0, 1e6),
-}
 _MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
 _MOST_MICROSECONDS = 1_000_000
@@ -503,10 +473,10 @@ def _number(
             return fields_of(base).get(name)
         if name in _USUAL:
             return _USUAL[name]
-        problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')
+        problems.append(f'{path}: {name} is missing ({_NUMBERS[name].meaning}): give it, or based_on = "a100-80g"')
         return None
     value = table[name]
-    low, high = _BOUNDS[name]
+    low, high = _NUMBERS[name].low, _NUMBERS[name].high
     whole = name in ("gpus_per_node", "nics_per_node")
     bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
     if bad or not low <= value <= high:

@@ -91,7 +91,7 @@ def seen_by_state(config: ResolvedConfig) -> tuple[Hashable, ...]:
     degrees = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split
     # On stages 2 and 3 replicas communicate in every microbatch.
     passes = (config.microbatches, parallel.may_split_backward) if parallel.zero_stage >= 2 else ()
-    return *degrees, parallel.zero_stage, *passes
+    return *degrees, parallel.zero_stage, parallel.offload_optimizer, *passes
 
 
 def seen_by_microbatches(config: ResolvedConfig) -> tuple[Hashable, ...]:

@@ -81,7 +81,7 @@ class Layout:
         range: of it from the fast to the slow case, once it is simulated.
         names_batch: whether its flags include --global-batch-size, which the user has not given.
         names_defaults: whether its flags include those that have their defaults, as a --config file may say otherwise.
-        names_offload: whether its flags include those of offloading, which the user has not given.
+        names_offload: whether its flags include that of offloading, which the user has not given.
     """
 
     config: ResolvedConfig
@@ -110,7 +110,7 @@ class Layout:
     def division(self) -> tuple[object, ...]:
         """What it has in common with layouts that differ only in how the pipeline's stages take turns and are cut."""
         parallel, training = self.config.parallel, self.config.training
-        kept = parallel.zero_stage, parallel.sequence_parallel, parallel.expert_split
+        kept = parallel.zero_stage, parallel.sequence_parallel, parallel.expert_split, parallel.offload_optimizer
         return *parallel.degrees.values(), parallel.ep, *kept, training.micro_batch_size, training.recompute
 
     @property
@@ -147,6 +147,17 @@ class Found:
     wall_seconds: float
     fixed: Mapping[str, Any] = field(default_factory=dict)
     least_on_host: float | None = None
+
+    @property
+    def run(self) -> ResolvedConfig:
+        """One of the configurations, for what all have in common: model, batch and the settings that were given."""
+        config, was_given = self.layouts[0].config, not self.layouts[0].names_offload
+        parallel = config.parallel
+        return (
+            config
+            if was_given
+            else dataclasses.replace(config, parallel=dataclasses.replace(parallel, offload_optimizer=False))
+        )
 
     @property
     def times_too_large(self) -> float:
@@ -219,7 +230,6 @@ def search(
     *,
     names_batch: bool = False,
     names_defaults: bool = False,
-    names_offload: bool = False,
 ) -> Found:
     """All layouts of a run.
 
@@ -229,7 +239,6 @@ def search(
         constraints: what a layout may be.
         names_batch: whether the flags of the layouts include --global-batch-size.
         names_defaults: whether they include those that have their defaults.
-        names_offload: whether they include those of offloading.
     """
     start = time.perf_counter()
     evaluation = _Evaluation(config, cluster, constraints)
@@ -242,7 +251,7 @@ def search(
             seconds=seconds,
             names_batch=names_batch,
             names_defaults=names_defaults,
-            names_offload=names_offload,
+            names_offload=constraints.may_offload,
         )
         for result in results
         for choice, memory, seconds in result.fitting
@@ -365,9 +374,10 @@ class _Evaluation:
         self._cuts = Cuts(config, constraints)
 
     def within(self, capacity: float) -> _Evaluation:
-        """The same for ranks that may take so many bytes."""
+        """The same for ranks that may take so many bytes, without layouts that offload what the run does not."""
         other = copy.copy(self)
         other.capacity = capacity
+        other._constraints = dataclasses.replace(self._constraints, may_offload=False)
         return other
 
     def needed(self, choice: Choice) -> float:
@@ -396,12 +406,17 @@ class _Evaluation:
         fastest: dict[tuple[int, str], float] = {}  # of smaller microbatches
         slower = set[tuple[int, str]]()
         states: dict[int, float] = {}  # bytes on each of ZeRO's stages, which all other flags have in common
+        fits = False  # the layout before, of which the next one may be the same with an offloaded optimizer
         on_cpu, copies_logits = self._cluster.on_cpu, self._cluster.software.copies_logits
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
             if not self._is_valid(choice) or self._cuts.is_as_by_time(choice):
                 continue
             parallel, training = choice.parallel, choice.training
+            is_another_try = parallel.offload_optimizer != self._config.parallel.offload_optimizer
+            if is_another_try and fits:
+                continue
             result.tried += 1
+            fits = False
             if parallel.zero_stage not in states:
                 candidate = with_choice(self._config, choice)
                 even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
@@ -414,6 +429,7 @@ class _Evaluation:
             alike = id(choice.parallel)
             if (alike, kind) in slower:
                 result.left_out += 1
+                fits = True
                 continue
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
@@ -429,10 +445,13 @@ class _Evaluation:
                     at_this_size |= {(alike, size, other) for other in more}
                     if parallel.schedule == "1f1b":
                         exceeding |= {(alike, other) for other in more}
-                result.is_too_large(choice, needed)
+                if not is_another_try:
+                    result.is_too_large(choice, needed)
             elif (on_host := self._on_host(candidate, cut)) > (self._host_capacity or math.inf):
-                result.least_on_host = min(result.least_on_host, on_host)
+                if not is_another_try:
+                    result.least_on_host = min(result.least_on_host, on_host)
             else:
+                fits = True
                 seconds = step_seconds(candidate, cut.layers, self._cluster, simulated=False, cut=cut)
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))

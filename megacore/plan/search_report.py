@@ -123,7 +123,7 @@ def _rate(layout: Layout) -> float:
 
 def _run(found: Found) -> Iterator[str]:
     """What all layouts train, as the report of a plan names it."""
-    config = found.layouts[0].config
+    config = found.run
     name = f"{config.model.preset}, " if config.model.preset else ""
     batch, length = config.training.global_batch_size, config.data.seq_length
     yield f"- model: {name}{whole_parameters(config, outline(config)):,} parameters (exact)"
@@ -135,7 +135,8 @@ def search_json(
     found: Found, own: Plan | None = None, *, top: int, tokens: float | None = None, goodput: float = 0.9
 ) -> dict[str, Any]:
     """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
-    config, cluster = found.layouts[0].config, found.cluster
+    config, cluster = found.run, found.cluster
+    offloading = next((layout.config for layout in found.layouts if layout.config.offloads), config)
     ranks = config.parallel.ranks
     origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 
@@ -171,7 +172,7 @@ def search_json(
 
     report = {
         **run_json(config, outline(config)),
-        **cluster_json(config, cluster, capacity=found.capacity),
+        **cluster_json(offloading, cluster, capacity=found.capacity),
         "fixed": dict(found.fixed),
         "valid": found.tried,
         "left_out": found.left_out,

@@ -44,6 +44,7 @@ class Constraints:
         least: smallest values, by field.
         fixed: values that the user has given, by field; they are not searched for.
         memory_bytes: that a rank may take; None: what a device of the cluster has for it.
+        may_offload: whether a layout that does not fit is tried with --offload-optimizer, which is not given.
     """
 
     world_size: int
@@ -51,6 +52,7 @@ class Constraints:
     least: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float | None = None
+    may_offload: bool = False
 
     def allow(self, name: str, value: int) -> bool:
         """Whether a field may have a value."""
@@ -226,7 +228,8 @@ def variants(
     degrees: Mapping[str, Any],
     recomputed: Sequence[Recomputed],
 ) -> Iterator[Choice]:
-    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them.
+    """The layouts of these degrees, smaller microbatches first, and of equal ones those that keep least of them. Each
+    is followed by the same with an offloaded optimizer, if the constraints have it.
 
     The ZeRO stage of the run that the search begins from is always tried: its other flags may need it.
     """
@@ -254,16 +257,27 @@ def variants(
         for size, kind in itertools.product(sizes, kinds)
     }
     unset: dict[str, Any] = {"schedule_csv": None, "pipeline_layout": None}
+    offloads = {parallel.offload_optimizer, constraints.may_offload or parallel.offload_optimizer}
     parallels = {
-        (stage, sequence, number): dataclasses.replace(
-            parallel, **degrees, **shapes[number], **unset, zero_stage=stage, sequence_parallel=sequence
-        )
+        (stage, sequence, number): [
+            dataclasses.replace(
+                parallel,
+                **degrees,
+                **shapes[number],
+                **unset,
+                zero_stage=stage,
+                sequence_parallel=sequence,
+                offload_optimizer=offload,
+            )
+            for offload in sorted(offloads)
+        ]
         for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
     }
     for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
         if kind == "full" and shapes[number]["schedule"] == "zero-bubble":
             continue  # 1F1B (Config.has_whole_backwards)
-        yield Choice(parallel=parallels[stage, sequence, number], training=trainings[size, kind])
+        for one in parallels[stage, sequence, number]:
+            yield Choice(parallel=one, training=trainings[size, kind])
 
 
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:

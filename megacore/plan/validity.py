@@ -27,7 +27,8 @@ class Validity:
         shape = (*degrees, parallel.sequence_parallel)
         batch = (ranks_of_role("batch", parallel), training.micro_batch_size)
         schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
-        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
+        memory = (parallel.zero_stage, training.recompute, parallel.offload_optimizer)
+        savings = (*memory, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
         plain = {"schedule": "1f1b", "virtual_stages": 1}
         return (
@@ -44,12 +45,13 @@ class Validity:
 
     def _plain(self, choice: Choice, of_schedule: Mapping[str, Any], **of_training: Any) -> Choice:
         """The choice with what saves memory as in the run that the search begins from."""
-        stage, start = self._config.parallel.zero_stage, self._config.training
+        saving = {name: getattr(self._config.parallel, name) for name in ("zero_stage", "offload_optimizer")}
+        start = self._config.training
         recomputed: dict[str, Any] = {
             "recompute": start.recompute,
             "recompute_num_layers": start.recompute_num_layers,
         }
         return Choice(
-            parallel=dataclasses.replace(choice.parallel, zero_stage=stage, **of_schedule),
+            parallel=dataclasses.replace(choice.parallel, **saving, **of_schedule),
             training=dataclasses.replace(choice.training, **recomputed, **of_training),
         )

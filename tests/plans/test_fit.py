@@ -15,7 +15,7 @@ from megacore.plan.row_fit import MeasuredRow, fit_rows
 from megacore.plan.step_time import step_seconds
 from tests.plans.held_out_halves import measured, median_error
 from tests.plans.published import A100, MEGATRON_LM, Run, megatron_runs, single_node_runs
-from tests.unit.planning import planned
+from tests.unit.planning import numbers_without_unit, planned
 from tools.plan import main
 
 LAYOUT = "--micro-batch-size 8 --global-batch-size 512 --tp 2 --dp 32"
@@ -69,6 +69,13 @@ def test_a_command_plans_with_the_rows_and_its_file_does_again(
     rows, file = tmp_path / "rows.csv", tmp_path / "fitted.toml"
     rows.write_text(half_of_published(), encoding="utf-8")
     fitted = planned(capsys, f"{COMMAND} --fit {rows} --fit-out {file}")
+    fit = fitted["fitted"]
+    assert fit["kept"] and len(fit["rows"]) == 13 and list(numbers_without_unit(fit, fit["numbers"])) == []
+    errors = [abs(row["fitted_error"]) for row in fit["rows"] if not row["set_aside"]]
+    assert fit["median_errors"]["fitted_error"] < max(errors) < 0.05
+    assert fit["constants"]["network between nodes"]["shipped"] == {
+        "value": 0.65, "unit": "share of the bandwidth between nodes", "origin": "assumed", "low": None, "high": None
+    }  # fmt: skip
     again = planned(capsys, COMMAND.replace("a100-80g", str(file)).replace("--software megatron-lm", ""))
     assert again["step_seconds"]["value"] == pytest.approx(fitted["step_seconds"]["value"], rel=1e-12)
     assert again["step_seconds"]["origin"] == "fitted"
