@@ -16,8 +16,7 @@ from megacore.errors import ConfigError
 from megacore.files import replace_bytes, why_unwritable
 from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.processors import available_cores
-from megacore.plan.calibration import base_of, calibrate, machine_of, wrong_base
-from megacore.plan.calibration_report import calibration_json, calibration_text
+from megacore.plan.calibration import base_of, calibrate, calibration_json, calibration_text, machine_of, wrong_base
 from megacore.plan.cluster import to_toml
 from megacore.plan.measured_run import Launch, Machine, read_run
 

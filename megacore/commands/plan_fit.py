@@ -19,8 +19,7 @@ from megacore.files import replace_bytes, why_unwritable
 from megacore.plan.cluster import Cluster, to_toml
 from megacore.plan.planner import scheduled, step_flops
 from megacore.plan.row_file import FileRow, RowFile
-from megacore.plan.row_fit import LEAST_ROWS, MeasuredRow, RowFit, fit_rows
-from megacore.plan.row_report import fit_json, fit_text
+from megacore.plan.row_fit import LEAST_ROWS, MeasuredRow, RowFit, fit_json, fit_rows, fit_text
 
 _REPLICAS = {"dp", "world_size"}
 

@@ -25,10 +25,9 @@ from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import make_plan, scheduled, usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search, with_memory
-from megacore.plan.search_conflicts import conflict, too_many_ranks
+from megacore.plan.search_conflicts import conflict, too_many_ranks, ways_of_search
 from megacore.plan.search_report import search_json, search_table
 from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
-from megacore.plan.search_ways import ways_of_search
 from megacore.tracer.memory import traced_memory
 
 SEARCHED = (

@@ -13,8 +13,8 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.logits import logits_bytes, loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
-from megacore.plan.experts import expert_share
 from megacore.plan.once import once_per_layers
+from megacore.plan.state import expert_share
 
 # Positions up to which attention with dropout on a CPU keeps all weights (ops/attention.py).
 _LONGEST_WHOLE = 1024

@@ -14,8 +14,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.partition import layer_kind, stage_ranges
-from megacore.plan.experts import routed_parameters
-from megacore.plan.state import held_by_layer
+from megacore.plan.state import held_by_layer, routed_parameters
 from megacore.plan.whole_matrices import weights_taken_whole
 
 Chunk = Sequence[ModelLayer]

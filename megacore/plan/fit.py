@@ -16,10 +16,9 @@ from megacore.errors import ConfigError
 from megacore.models.outline import ModelLayer, outline
 from megacore.parallel.host_memory import AvailableMemory, host_memory
 from megacore.parallel.processors import computes_on_cpu
-from megacore.plan.limits import Limits, size_text
 from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.state import whole_parameters
-from megacore.plan.ways_out import ways_out
+from megacore.plan.ways_out import Limits, size_text, ways_out
 
 _TRY_ANYWAY = "--no-memory-check starts the run all the same"
 

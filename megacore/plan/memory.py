@@ -23,7 +23,6 @@ from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.once import once_per_layers, once_per_state
-from megacore.plan.optimizer_state import kept_of_rank
 from megacore.plan.state import (
     building_bytes,
     forgets_gradients,
@@ -31,9 +30,11 @@ from megacore.plan.state import (
     late_bytes,
     state_bytes,
     term_bytes,
+    updated_parameters,
     zero_stage,
 )
 from megacore.plan.traffic import recomputed_whole
+from megacore.plan.whole_matrices import Updated, whole_state
 
 GIB = 2.0**30
 MOST_MEMORY = 1.1
@@ -352,3 +353,46 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
     """Bytes of state by kind, each on the rank that keeps most of it."""
     states = [rank.state for rank in ranks]
     return {kind: max(state[kind] for state in states) for kind in states[0]}
+
+
+# ---- state of the optimizer ------------------------------------------------------------------------------------------
+# Most optimizers keep as many numbers of every parameter. One that takes matrices whole keeps others of these, and the
+# ranks that shard have different matrices: the fullest rank decides.
+
+
+class Kept(NamedTuple):
+    """What a rank keeps.
+
+    Attributes:
+        moments: bytes of the optimizer's state and of an average of the weights.
+        padding: elements of the buckets of whole matrices of all ranks that belong to no parameter, without those of
+            experts.
+        expert_padding: the same of experts.
+    """
+
+    moments: float
+    padding: int = 0
+    expert_padding: int = 0
+
+
+@once_per_state
+def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None) -> Kept:
+    """What a rank keeps.
+
+    Args:
+        config: a resolved configuration.
+        on_rank: what it holds.
+        on_cpu: whether it computes in host memory.
+        number: of the rank in its stage; None: the one that keeps most.
+    """
+    parameters, experts, settings = on_rank.parameters, on_rank.experts, config.optimizer_settings
+    if not settings.takes_some_whole:
+        return Kept(updated_parameters(parameters, config, experts=experts) * config.kept_per_parameter)
+    whole, others = (settings.bytes_of(whole=kind) + config.average.bytes_per_parameter for kind in (True, False))
+    found = whole_state(config, on_rank.chunks, parameters=parameters, experts=experts, on_cpu=on_cpu)
+
+    def moments(updated: Updated) -> float:
+        return updated.whole * whole + updated.others * others + updated.factors
+
+    updated = found.updated if number is None else [found.updated[number % len(found.updated)]]
+    return Kept(max(map(moments, updated)), found.padding, found.expert_padding)

@@ -15,13 +15,13 @@ from megacore.models.flops import Attention
 from megacore.models.size import vocabulary_rows
 from megacore.plan.checked import checked_line, checked_steps
 from megacore.plan.memory import GIB, RankMemory
-from megacore.plan.other_settings import other_settings
 from megacore.plan.plan_json import (
     cluster_json,
     described,
     layout_flags,
     layout_json,
     node_host_json,
+    other_settings,
     run_json,
 )
 from megacore.plan.planner import (

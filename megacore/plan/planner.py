@@ -25,7 +25,6 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits
-from megacore.plan.limits import Limits
 from megacore.plan.memory import (
     CERTAIN,
     MOST_MEMORY,
@@ -38,7 +37,7 @@ from megacore.plan.memory import (
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
-from megacore.plan.ways_out import WayOut, ways_out
+from megacore.plan.ways_out import Limits, WayOut, ways_out
 
 Origin = Literal["exact", "traced", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")

@@ -38,11 +38,12 @@ from megacore.plan.memory import (
 from megacore.plan.once import SharedResults
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import FindsMemory, usable_bytes, usable_host_bytes
-from megacore.plan.search_cuts import Cuts
 from megacore.plan.search_space import (
     RECOMPUTED,
     Choice,
     Constraints,
+    Cuts,
+    Validity,
     divisions_of,
     variants,
     with_choice,
@@ -50,7 +51,6 @@ from megacore.plan.search_space import (
 )
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_seconds, step_time
-from megacore.plan.validity import Validity
 
 ALIKE = 0.005
 """Part of a time, or of memory, that tells two layouts of the frontier apart: less than the formulas know."""

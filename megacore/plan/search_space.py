@@ -7,16 +7,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining
+from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining, violations
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import flag_and_value
 from megacore.config.messages import at_most, divisors, one_of
 from megacore.models.outline import outline
+from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
+from megacore.plan.cut import Cut, Parts
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
 
 T = TypeVar("T")
@@ -295,3 +298,110 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
         for v in (constraints.among("virtual_stages", VIRTUAL_STAGES) if name == "interleaved" else [1])
         if pp * v <= config.model.num_layers
     ]
+
+
+# ---- which of them are valid -----------------------------------------------------------------------------------------
+
+
+class Validity:
+    """Whether layouts are valid. The rules that bind them are about one of four: the degrees; the microbatch, for so
+    many replicas; the schedule, for so many stages; what a ZeRO stage and recomputation go with. Each is validated
+    once, with the rest as in the run that the search begins from, which is valid: no rule may bind a ZeRO stage or
+    recomputation of that run to degrees or a schedule that other layouts do not have."""
+
+    def __init__(self, config: ResolvedConfig, world_size: int) -> None:
+        self._config, self._world_size = config, world_size
+        self._known: dict[tuple[object, ...], bool] = {}
+
+    def __call__(self, choice: Choice) -> bool:
+        parallel, training = choice.parallel, choice.training
+        degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split)
+        shape = (*degrees, parallel.sequence_parallel)
+        batch = (ranks_of_role("batch", parallel), training.micro_batch_size)
+        schedule = (parallel.pp, parallel.schedule, parallel.virtual_stages)
+        memory = (parallel.zero_stage, training.recompute, parallel.offload_optimizer)
+        savings = (*memory, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
+
+        plain = {"schedule": "1f1b", "virtual_stages": 1}
+        return (
+            self._is_valid(shape, lambda: self._plain(choice, plain, micro_batch_size=1))
+            and self._is_valid(batch, lambda: self._plain(choice, plain))
+            and self._is_valid(schedule, lambda: self._plain(choice, {}))
+            and self._is_valid(savings, lambda: choice)
+        )
+
+    def _is_valid(self, key: tuple[object, ...], choice: Callable[[], Choice]) -> bool:
+        if key not in self._known:
+            self._known[key] = not violations(with_choice(self._config, choice()), self._world_size)
+        return self._known[key]
+
+    def _plain(self, choice: Choice, of_schedule: Mapping[str, Any], **of_training: Any) -> Choice:
+        """The choice with what saves memory as in the run that the search begins from."""
+        saving = {name: getattr(self._config.parallel, name) for name in ("zero_stage", "offload_optimizer")}
+        start = self._config.training
+        recomputed: dict[str, Any] = {
+            "recompute": start.recompute,
+            "recompute_num_layers": start.recompute_num_layers,
+        }
+        return Choice(
+            parallel=dataclasses.replace(choice.parallel, **saving, **of_schedule),
+            training=dataclasses.replace(choice.training, **recomputed, **of_training),
+        )
+
+
+# ---- how they cut the model ------------------------------------------------------------------------------------------
+
+Balance = Literal["time", "parameters", "flops", "uniform"]
+Stages = tuple[range, ...]
+
+
+class Cuts:
+    """How layouts cut the model into stages, of which many have the same.
+
+    Args:
+        config: of any layout.
+        constraints: what a layout may be.
+    """
+
+    def __init__(self, config: ResolvedConfig, constraints: Constraints) -> None:
+        self._config = config
+        self._tries_time = "pipeline_balance" not in constraints.fixed
+        self._parts: dict[Hashable, Parts] = {}
+        self._stages: dict[Hashable, Stages] = {}
+        self._alike: dict[Stages, Stages] = {}  # equal ones are one object
+        self._cuts: dict[Hashable, Cut] = {}
+
+    def parts(self, config: ResolvedConfig) -> Parts:
+        """The parts into which these degrees may cut the model."""
+        key = config.parallel.tp, config.parallel.ep, config.parallel.expert_split
+        if key not in self._parts:
+            self._parts[key] = Parts(config, outline(config))
+        return self._parts[key]
+
+    def of(self, config: ResolvedConfig) -> Cut:
+        """The cut of a layout."""
+        parts = self.parts(config)
+        stages = self._stages_of(Choice(parallel=config.parallel, training=config.training))
+        key = id(parts), config.parallel.pp, id(stages)
+        if key not in self._cuts:
+            self._cuts[key] = Cut(config, parts, stages)
+        return self._cuts[key]
+
+    def is_as_by_time(self, choice: Choice) -> bool:
+        """Whether balancing by time, which is tried too, cuts the model in the same way."""
+        if choice.parallel.pipeline_balance == "time" or not self._tries_time:
+            return False
+        return self._stages_of(choice) is self._stages_of(choice, "time")
+
+    def _stages_of(self, choice: Choice, balance: Balance | None = None) -> Stages:
+        parallel, training = choice.parallel, choice.training
+        balance = balance or parallel.pipeline_balance
+        key: tuple[Hashable, ...] = balance, parallel.pp * parallel.virtual_stages
+        if balance == "time":  # that of layers
+            key += parallel.tp, parallel.cp, parallel.sequence_parallel, training.micro_batch_size, training.recompute
+        if key not in self._stages:
+            parallel = dataclasses.replace(parallel, pipeline_balance=balance)
+            balanced = with_choice(self._config, Choice(parallel=parallel, training=training))
+            stages = tuple(stage_ranges(self.parts(balanced).layers, balanced))
+            self._stages[key] = self._alike.setdefault(stages, stages)
+        return self._stages[key]

@@ -27,10 +27,9 @@ from megacore.models.size import attention_matrices, short_matrices, vocabulary_
 from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
-from megacore.plan.experts import expert_share
 from megacore.plan.once import once_per_layers, once_per_split, once_per_state
 from megacore.plan.software import Software
-from megacore.plan.state import held_experts, held_parameters
+from megacore.plan.state import expert_share, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones

@@ -6,13 +6,15 @@ The shares of ZeRO are those of Rajbhandari et al. 2020 (arXiv 1910.02054, secti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from megacore.config import ResolvedConfig
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.compression import error_bytes
 from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.precision import ELEMENT_BYTES
+from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
-from megacore.plan.experts import expert_copies, routed_parameters
+from megacore.plan.once import once_per_layers
 
 
 def state_bytes(
@@ -168,3 +170,87 @@ def forgets_gradients(config: ResolvedConfig) -> bool:
     if ranks_of_role("replicas", config.parallel) == 1:
         return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return zero_stage(config) >= 2
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+# Which experts a token uses is known only when it is there. Everything is planned as if all experts had the same number
+# of tokens: a rank then computes as many rows as its tokens have choices. The busiest rank of a real step has more, by
+# the `moe/max_violation` that a run logs. Legend: t tokens that a rank routes, k experts of a token, R = t k rows, h
+# hidden size, f inner width of an expert on a rank, E experts, e bytes of an element.
+
+_INDEX, _FP32 = 8, 4  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShare:
+    """A rank's part of the experts of a block, in one microbatch.
+
+    Attributes:
+        experts: the section of the block.
+        scored: tokens whose router this rank computes.
+        tokens: t, those that it sends to experts.
+        held: experts that it holds, whole or in part.
+        inner: f.
+        hidden: h.
+        matrices: of an expert.
+    """
+
+    experts: ResolvedExperts
+    scored: float
+    tokens: float
+    held: int
+    inner: int
+    hidden: int
+    matrices: int
+
+    @property
+    def chosen(self) -> int:
+        """k."""
+        return self.experts.moe_router_topk
+
+    @property
+    def rows(self) -> float:
+        """R, of all experts together."""
+        return self.tokens * self.chosen
+
+    @property
+    def matrix(self) -> int:
+        """Weights of one of the layers of all experts that the rank holds."""
+        return self.held * self.hidden * self.inner
+
+
+@once_per_layers
+def expert_share(config: ResolvedConfig, block: ResolvedModel) -> ExpertShare | None:
+    """The part of one rank; None where the block has no experts."""
+    experts, parallel = block.experts, config.parallel
+    if experts is None:
+        return None
+    tokens = float(config.training.micro_batch_size * config.rank_positions)
+    split = ranks_of_role("layer", parallel)
+    scored = tokens / (split if parallel.sequence_parallel else 1)
+    # The ranks that split an expert gather each other's positions; with canonical blocks all do.
+    gathered = scored * (parallel.expert_split if parallel.sequence_parallel else 1)
+    if canonical_blocks(config) > 1:
+        gathered = float(config.training.micro_batch_size * config.data.seq_length)
+    return ExpertShare(
+        experts=experts,
+        scored=scored,
+        tokens=gathered,
+        held=experts.num_experts // parallel.ep,
+        inner=experts.moe_ffn_hidden_size // parallel.expert_split,
+        hidden=block.hidden_size,
+        matrices=3 if block.gated else 2,
+    )
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """The ranks that hold the same experts: dp x cp x tp / (ep x etp)."""
+    stage = ranks_of_role("replicas", parallel) * ranks_of_role("layer", parallel)
+    return stage // (parallel.ep * parallel.expert_split)
+
+
+@once_per_layers
+def routed_parameters(config: ResolvedConfig, block: ResolvedModel | None) -> int:
+    """Parameters of experts that a rank holds of a block."""
+    share = None if block is None else expert_share(config, block)
+    return 0 if share is None else share.matrices * share.matrix

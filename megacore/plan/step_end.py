@@ -3,18 +3,23 @@ weights, and the copies of offloading that computing does not hide."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.models.outline import ModelLayer
+from megacore.plan.activations import layer_bytes, product_input_bytes
+from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut, OnRank
-from megacore.plan.offload_time import OffloadTime, offload_time
+from megacore.plan.devices import Case, Device
+from megacore.plan.memory import kept_of_rank
 from megacore.plan.once import once_per_state
-from megacore.plan.optimizer_state import kept_of_rank
-from megacore.plan.orthogonal_time import orthogonal_seconds
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
-from megacore.plan.state import updated_parameters
-from megacore.plan.traffic import update_traffic
+from megacore.plan.state import term_bytes, updated_parameters
+from megacore.plan.traffic import recomputed_whole, update_traffic
+from megacore.plan.whole_matrices import Product, busiest_seconds
 
 
 class StepEnd(NamedTuple):
@@ -116,3 +121,130 @@ def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime],
         host=host.exposed,
         host_hidden=host.hidden,
     )
+
+
+# ---- the update of matrices by Newton-Schulz (optim/newton_schulz.py) ------------------------------------------------
+# A step of an m x n matrix X, m <= n, has three products: X X^T, its square, and their polynomial times X, together
+# 4 m^2 n + 2 m^3 FLOPs. The rank that computes most decides, as replicas wait for it.
+
+# Around the iteration each element is written in fp32 as a direction, read, and written in the format of the products;
+# there it is read for the norm, read and written by the division, and read by the update.
+_FP32_PASSES, _NARROW_PASSES = 2, 5
+
+
+def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]], speed: Speed) -> float:
+    """Seconds of the products of a step's update on the busiest rank; 0 with an optimizer that has none.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each stage of a pipeline rank.
+        speed: of the device, in the format of the model.
+    """
+    if not config.optimizer_settings.newton_schulz_steps:
+        return 0.0
+    element = config.optimizer_settings.direction_bytes(config.precision.precision)
+    peak = speed.peak
+    if (form := "fp32" if element == 4 else "bf16") != config.precision.precision:
+        peak = speed.cluster.peak(form) or peak
+    return _on_busiest(config, chunks, speed.cluster, case=speed.case, peak=peak, element=element)
+
+
+@once_per_state
+def _on_busiest(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[ModelLayer]],
+    cluster: Cluster,
+    *,
+    case: Case,
+    peak: float,
+    element: int,
+) -> float:
+    steps, speed = config.optimizer_settings.newton_schulz_steps, Speed(cluster, case, peak, element)
+
+    @functools.cache
+    def seconds(product: Product) -> float:
+        return _seconds(product, steps, speed)
+
+    return busiest_seconds(config, chunks, seconds, on_cpu=cluster.on_cpu)
+
+
+def _seconds(product: Product, steps: int, speed: Speed) -> float:
+    """Of the directions of matrices of one shape, computed together."""
+    m, n = sorted((product.rows, product.columns))
+    products = (speed.product(m, n, m), speed.product(m, m, m), speed.product(m, m, n))
+    added = speed.memory(speed.element * (m * m + m * n))  # what the second and the third product are added to
+    step = sum(products) + added - 3 * speed.launch
+    around = speed.memory((4 * _FP32_PASSES + speed.element * _NARROW_PASSES) * m * n)
+    return product.number * (steps * step + around) + 3 * steps * speed.launch
+
+
+# ---- offloading ------------------------------------------------------------------------------------------------------
+# Copies to the device and from it pass the host's link at the same time. Those of a microbatch go beside its
+# computation, which hides them as far as it is as long (Ren et al. 2021, arXiv 2101.06840, section 4; Rajbhandari et
+# al. 2021, arXiv 2104.07857, section 6).
+
+
+class OffloadTime(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        update: of weights and optimizer state in host memory, with the copies that it waits for.
+        exposed: copies of parameters, gradients and activations that computing does not hide.
+        hidden: those that it hides.
+    """
+
+    update: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+
+def offload_time(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[ModelLayer]],
+    device: Device,
+    case: Case,
+    *,
+    shard: float,
+    moved: float,
+    computing: float,
+) -> OffloadTime:
+    """What offloading takes of a step of one rank of devices with a memory of their own.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each of the rank's stages.
+        device: that computes.
+        case: which of its assumed values.
+        shard: parameters that the rank updates.
+        moved: bytes that their update reads and writes.
+        computing: seconds of the computations of one microbatch.
+    """
+    if not config.offloads:
+        return OffloadTime()
+    link = device.host_link * device.link_efficiency.of(case)
+    gradients, parameters = term_bytes(config) * shard, ELEMENT_BYTES[config.precision.precision] * shard
+    m, to_device, to_host, alone, after, update = config.microbatches, 0.0, 0.0, 0.0, 0.0, 0.0
+    if config.parallel.offload_optimizer:
+        update = moved / (device.host_bandwidth * device.memory_efficiency.of(case))
+    if config.parallel.offload_params:
+        # Parameters before forward and before backward; the sum so far, of all microbatches but the first.
+        to_device += 2 * parameters + gradients * (m - 1) / m
+        to_host += gradients
+        after = gradients / link  # they are fetched once more for their norm
+    elif config.parallel.offload_optimizer:  # bucket by bucket, beside the update
+        update = max(update, gradients / link, parameters / link)
+    if config.training.offload_activations:
+        kept = sum(
+            layer_bytes(config, layer, on_cpu=False, again=again)
+            for chunk in chunks
+            for layer, again in zip(chunk, recomputed_whole(config, chunk), strict=True)
+            if layer.block is not None
+        )
+        to_device, to_host = to_device + kept, to_host + kept
+        if config.parallel.may_split_backward:  # the inputs of products come once more, each while its product waits
+            blocks = (layer.block for chunk in chunks for layer in chunk if layer.block is not None)
+            alone = sum(product_input_bytes(config, block) for block in blocks)
+    copies = max(to_device, to_host) / link
+    exposed = max(copies - computing, 0.0) + alone / link
+    copies += alone / link
+    return OffloadTime(update=update, exposed=m * exposed + after, hidden=m * (copies - exposed))

@@ -30,10 +30,16 @@ from megacore.models.outline import ModelLayer
 from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.devices import Device
-from megacore.plan.experts import ExpertShare, expert_copies, expert_share
-from megacore.plan.links import groups_between_nodes
-from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
-from megacore.plan.state import held_experts, held_parameters, term_bytes, zero_stage
+from megacore.plan.roofline import Pattern, Transfer, groups_between_nodes, transfer_seconds
+from megacore.plan.state import (
+    ExpertShare,
+    expert_copies,
+    expert_share,
+    held_experts,
+    held_parameters,
+    term_bytes,
+    zero_stage,
+)
 from megacore.plan.whole_matrices import directions
 
 Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
@@ -61,7 +67,7 @@ class Sent:
         count: of them.
         ranks: of the group.
         stride: distance of its ranks' numbers.
-        among: the ranks that form such groups (links.py).
+        among: the ranks that form such groups (`crossing`).
     """
 
     role: Role

@@ -6,23 +6,26 @@ Every way out passes the same checks as the run itself, with what memory.py expe
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.config import ParallelConfig, ResolvedConfig, violations
+from megacore.config import ExpertsConfig, ModelConfig, ParallelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
+from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.messages import counted, divisors
+from megacore.config.schema import section_of
 from megacore.models.outline import outline
+from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.schedule_choice import is_auto
-from megacore.plan.change import ChangedRun
+from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import fastest_that_fits
-from megacore.plan.limits import Demand, Limits, size_text
-from megacore.plan.memory import GIB, MOST_MEMORY
+from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory
 from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
@@ -495,3 +498,163 @@ def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[W
 def _tenths(size: float) -> int:
     """Bytes in tenths of a GiB, rounded up."""
     return math.ceil(size / GIB * 10)
+
+
+# ---- a change of a run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChangedRun:
+    """Another configuration, and what makes it of the given one.
+
+    Attributes:
+        config: with the change.
+        values: by field, which the flags of the run do not have or must keep.
+    """
+
+    config: ResolvedConfig
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def and_(self, **values: Any) -> ChangedRun:
+        """With other values of fields as well; the same change, where the configuration has all of them."""
+        sections = {name: getattr(self.config, section_of(type(self.config), name)) for name in values}
+        new = {name: value for name, value in values.items() if value != getattr(sections[name], name)}
+        return ChangedRun(self.config.with_values(new), {**self.values, **new}) if new else self
+
+    def and_preset(self, name: str, *, seq_length: int | None = None) -> ChangedRun | None:
+        """With another preset as well; None where that is of another kind of model.
+
+        Args:
+            name: of the preset.
+            seq_length: of the run, which a preset with fewer positions cuts to as many. None: that of the preset.
+        """
+        config = self.config
+        shape = dict(config.presets[name])
+        bert = getattr(config, "bert", None)
+        if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
+            return None
+        if "num_experts" in shape:  # whose ranks may have to be divided otherwise
+            return None
+        values = {**config.defaults(shape), **shape}
+        if config.data.tokenizer is not None:
+            values["vocab_size"] = config.model.vocab_size
+        model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
+        usual = values.get("seq_length", config.data.seq_length)
+        length = usual if seq_length is None else min(seq_length, values.get("max_position_embeddings", seq_length))
+        resolved = model.resolve(seq_length=length, vocab_size=config.model.vocab_size)
+        dense: dict[str, Any] = {} if bert is not None else {"experts": ExpertsConfig()}  # those of a preset go with it
+        data = dataclasses.replace(config.data, seq_length=length)
+        named = {} if length == usual == config.data.seq_length else {"seq_length": length}
+        changed = dataclasses.replace(config, model=resolved, data=data, **dense)
+        return ChangedRun(changed, {**self.values, "preset": name, **named})
+
+    def with_its_batch(self) -> ChangedRun:
+        """With a flag for the global batch, where it would have another default: one microbatch for each replica."""
+        if self.config.microbatches == 1 or not self.values.keys() & {"micro_batch_size", "dp"}:
+            return self
+        return ChangedRun(self.config, {**self.values, "global_batch_size": self.config.training.global_batch_size})
+
+    @property
+    def flags(self) -> str:
+        """The change as the end of a command line, where it replaces the flags of the same names."""
+        return " ".join(flag_and_value(name, value) for name, value in self.values.items())
+
+
+# ---- the memory that there is ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The memory that every check of a run compares with.
+
+    Attributes:
+        memory: of the device on which a rank computes; on a CPU all ranks of the machine share it.
+        host: host memory beside the devices of a machine, for what is offloaded; None: not known.
+        host_ranks: ranks that share it, where there are as many.
+        on_cpu: whether the ranks compute on a CPU.
+        local_ranks: ranks of each machine, in whole machines; 1: any number of ranks will do.
+        torch_is_loaded: whether `memory` is what is left with torch loaded.
+        cluster: by whose times --schedule auto chooses; None: not known, and figures are those of 1F1B.
+    """
+
+    memory: AvailableMemory
+    host: AvailableMemory | None = None
+    host_ranks: int = 1
+    on_cpu: bool
+    local_ranks: int = 1
+    torch_is_loaded: bool = False
+    cluster: Cluster | None = None
+
+    def demand(self, config: ResolvedConfig) -> Demand:
+        """What the fullest rank of a configuration is expected to take."""
+        ranks = plan_memory(
+            config,
+            outline(config),
+            on_cpu=self.on_cpu,
+            torch_is_loaded=self.torch_is_loaded,
+            copies_logits=self._copies_logits,
+        )
+        return Demand(
+            computing=max(rank.expected for rank in ranks),
+            on_host=max(rank.on_host for rank in ranks),
+            on_node=held_on_host(config, ranks, self.host_ranks),
+        )
+
+    def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
+        """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
+        return demand.computing * self._sharing(ranks) <= self.memory.available and self.host_allows(demand)
+
+    def hold_the_most(self, demand: Demand, *, ranks: int) -> bool:
+        """Whether the device has as much as so many ranks may take at the most. Host memory has no range."""
+        return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.memory.available
+
+    def fits(self, config: ResolvedConfig) -> bool:
+        """Whether all ranks of a configuration have what they are expected to take."""
+        ranks = config.parallel.ranks
+        if (self.host is not None and config.offloads) or self.torch_is_loaded:
+            return self.allow(self.demand(config), ranks=ranks)
+        most = self.memory.available / self._sharing(ranks)
+        fullest = fullest_rank(
+            config, outline(config), on_cpu=self.on_cpu, limit=most, copies_logits=self._copies_logits
+        )
+        return fullest.expected <= most
+
+    @property
+    def _copies_logits(self) -> bool:
+        return self.cluster is not None and self.cluster.software.copies_logits
+
+    def _sharing(self, ranks: int | None) -> int:
+        """The ranks that share the memory, of all ranks of a machine, or of `ranks` if that is all."""
+        local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
+        return local if self.on_cpu else 1
+
+    def host_allows(self, demand: Demand) -> bool:
+        """Whether the host has as much as is offloaded."""
+        return self.host is None or demand.on_node <= self.host.available
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What the fullest rank is expected to take.
+
+    Attributes:
+        computing: bytes where it computes.
+        on_host: bytes beside that in host memory.
+        on_node: bytes in host memory of all ranks of a machine.
+    """
+
+    computing: float
+    on_host: float
+    on_node: float
+
+    def __str__(self) -> str:
+        beside = f" and {size_text(self.on_host)} of host memory" if self.on_host else ""
+        return f"{size_text(self.computing)}{beside} per rank"
+
+
+def size_text(size: float) -> str:
+    """Bytes in GiB, or in the smaller unit that says something."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2.0**20)):
+        if size >= factor or (unit == "MiB" and size >= factor / 10):
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size / 1024:,.1f} KiB"

@@ -18,9 +18,8 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import OptimizerSettings
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices
-from megacore.plan.experts import expert_copies, expert_share
 from megacore.plan.once import once_per_layers, once_per_state
-from megacore.plan.state import held_by_layer, zero_stage
+from megacore.plan.state import expert_copies, expert_share, held_by_layer, zero_stage
 from megacore.zero.buckets import grown
 from megacore.zero.packing import bucket_ends, exchange, pack
 

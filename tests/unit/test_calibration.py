@@ -16,8 +16,7 @@ from megacore.models.outline import outline
 from megacore.pipeline.schedule import Action, Timed, build_schedule, requirements, transfers_of
 from megacore.pipeline.simulator import Costs, Span, simulate
 from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
-from megacore.plan.calibration import Calibration, calibrate, machine_of
-from megacore.plan.calibration_report import calibration_text
+from megacore.plan.calibration import Calibration, calibrate, calibration_text, machine_of
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.devices import Case
 from megacore.plan.measured_run import Machine, read_run

@@ -18,9 +18,9 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES, schedules_by_time
-from megacore.plan.limits import Limits
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
+from megacore.plan.ways_out import Limits
 from megacore.train import launch
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"

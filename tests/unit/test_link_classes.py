@@ -14,8 +14,7 @@ from megacore.config.dimensions import DIMENSIONS
 from megacore.models.outline import outline
 from megacore.parallel.mesh import groups_of_experts, groups_of_role
 from megacore.plan.devices import Device, Link, Range
-from megacore.plan.links import Crossing, crossing, groups_between_nodes
-from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
+from megacore.plan.roofline import Crossing, Pattern, Transfer, crossing, groups_between_nodes, transfer_seconds
 from megacore.plan.traffic import Sent, rank_traffic, stage_message, tied_gradients
 from tests.parity.runs import make_config
 

@@ -18,8 +18,7 @@ from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import FindsMemory, make_plan
 from megacore.plan.search import Found, Layout, search, with_memory
 from megacore.plan.search_report import search_table
-from megacore.plan.search_space import Constraints, divisions_of, variants, with_choice
-from megacore.plan.validity import Validity
+from megacore.plan.search_space import Constraints, Validity, divisions_of, variants, with_choice
 from tests.unit.planning import planned
 from tests.unit.refusals import parse
 from tools.plan import main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.plan.change import ChangedRun
+from megacore.plan.ways_out import ChangedRun
 from tests.patience import patience
 from tests.unit.planning import planned, resolved
 
