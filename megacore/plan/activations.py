@@ -13,21 +13,21 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.logits import logits_bytes, loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
-from megacore.plan.once import once_per_layers
+from megacore.plan.once import once_per
 from megacore.plan.state import expert_share
 
 # Positions up to which attention with dropout on a CPU keeps all weights (ops/attention.py).
 _LONGEST_WHOLE = 1024
 
 
-@once_per_layers
+@once_per("layers")
 def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s/p, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
-@once_per_layers
+@once_per("layers")
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """What one block keeps.
 
@@ -63,7 +63,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     return norms + attention + mlp + routed + masks
 
 
-@once_per_layers
+@once_per("layers")
 def layer_bytes(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool, again: bool) -> float:
     """What a layer keeps; `again`: it is a block that is computed again in backward."""
     if layer.block is None:
@@ -74,13 +74,13 @@ def layer_bytes(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool, agai
     return block_bytes(config, layer.block, on_cpu=on_cpu, recompute=recompute)
 
 
-@once_per_layers
+@once_per("layers")
 def head_bytes(config: ResolvedConfig) -> float:
     """What the head keeps: its input with its norm, and the logits, unless it computes them in chunks."""
     return 2 * residual_bytes(config) + (logits_bytes(config) if loss_chunks(config) == 1 else 0.0)
 
 
-@once_per_layers
+@once_per("layers")
 def passing_logits(config: ResolvedConfig) -> float:
     """The chunk of the logits that exists for a moment, with the fp32 sum of the gradients of the head's input."""
     if (chunks := loss_chunks(config)) == 1:
@@ -88,7 +88,7 @@ def passing_logits(config: ResolvedConfig) -> float:
     return logits_bytes(config) / chunks + 4.0 * _tokens(config) * config.model.hidden_size
 
 
-@once_per_layers
+@once_per("layers")
 def passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What exists for a moment in the backward of a block: gradients of the MLP's inner tensors, or the block that is
     computed again."""
@@ -100,7 +100,7 @@ def passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool)
     return gradients + block_bytes(config, block, on_cpu=on_cpu, recompute="none")
 
 
-@once_per_layers
+@once_per("layers")
 def waiting_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Gradients of the outputs of a block's products, from which those of weights are computed."""
     width = (block.num_attention_heads + 2 * block.query_groups) * block.head_size
@@ -112,7 +112,7 @@ def waiting_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     return tokens * (width + inner) / _layer_ranks(config) + 2 * tokens * block.hidden_size
 
 
-@once_per_layers
+@once_per("layers")
 def product_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What the products of a block read: outputs of norms and of the activation, the result of attention."""
     heads = _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)

@@ -31,7 +31,7 @@ from megacore.pipeline.trace_file import read_trace
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
-from megacore.plan.plan_json import described
+from megacore.plan.plan_json import REPORT, described
 from megacore.plan.planner import Figure, Origin, scheduled
 from megacore.plan.roofline import Transfer, transfer_seconds
 from megacore.plan.row_fit import Vector, solve
@@ -377,30 +377,6 @@ def _widened(device: Device, steps: Steps, predicted: float, links: LinkSpeed | 
 
 # ---- what --calibrate prints -----------------------------------------------------------------------------------------
 
-# Of the numbers of a cluster file: their units, and what of a fit changes them.
-CLUSTER_FIELDS = {
-    "memory_gb": ("GB", "machine"),
-    "memory_bandwidth_gb_s": ("GB/s", "fitted"),
-    "gpus_per_node": ("devices", "machine"),
-    "node_bandwidth_gb_s": ("GB/s", "links"),
-    "node_latency_us": ("us", "links"),
-    "nics_per_node": ("network cards", "base"),
-    "nic_bandwidth_gb_s": ("GB/s", "links"),
-    "network_latency_us": ("us", "links"),
-    "host_link_gb_s": ("GB/s", "base"),
-    "host_memory_gb_s": ("GB/s", "base"),
-    "host_memory_gb": ("GB", "base"),
-    "price_per_hour": ("USD per device and hour", "base"),
-    "peak_tflops": ("TFLOP/s", "fitted"),
-    "products": ("share", "fitted"),
-    "attention": ("share", "fitted"),
-    "memory": ("share", "fitted"),
-    "links": ("share", "links"),
-    "network": ("share", "links"),
-    "launch_us": ("us", "fitted"),
-    "host_us": ("us", "fitted"),
-}
-
 
 def calibration_text(fit: Calibration) -> str:
     """The figures of a fit in words, a line for each."""
@@ -494,5 +470,5 @@ def _numbers(fit: Calibration) -> Iterator[tuple[str, tuple[str, Origin]]]:
     yield "cores", ("cores", "exact")
     yield "memory_bytes", ("bytes", "exact")
     origins: dict[str, Origin] = {"fitted": "fitted", "links": links, "machine": machine, "base": before}
-    for name, (unit, changed_by) in CLUSTER_FIELDS.items():
+    for name, (unit, changed_by) in REPORT["cluster_file"].items():
         yield name, (unit, origins[changed_by])

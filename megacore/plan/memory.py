@@ -22,7 +22,7 @@ from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
 from megacore.plan.cut import Cut, OnRank
-from megacore.plan.once import once_per_layers, once_per_state
+from megacore.plan.once import once_per
 from megacore.plan.state import (
     building_bytes,
     forgets_gradients,
@@ -235,7 +235,7 @@ def held_state(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, num
     )
 
 
-@once_per_state
+@once_per("state")
 def _state_of(
     config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None
 ) -> tuple[dict[str, float], float]:
@@ -255,7 +255,7 @@ class _OfLayers(NamedTuple):
     working: float
 
 
-@once_per_layers
+@once_per("layers")
 def _of_layers(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _OfLayers:
     offloads = config.training.offload_activations and not on_cpu
     kept, on_host, two_blocks = list[float](), list[float](), 0.0
@@ -272,7 +272,7 @@ def _of_layers(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _OfL
     return _OfLayers(kept, on_host if offloads else (), max(working, default=0.0) + two_blocks)
 
 
-@once_per_layers
+@once_per("layers")
 def _waiting_gradients(config: ResolvedConfig, on_rank: OnRank) -> list[float]:
     """By stage, gradients of a microbatch that wait for those of weights."""
     blocks = ([layer.block for layer in chunk if layer.block is not None] for chunk in on_rank.chunks)
@@ -375,7 +375,7 @@ class Kept(NamedTuple):
     expert_padding: int = 0
 
 
-@once_per_state
+@once_per("state")
 def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None) -> Kept:
     """What a rank keeps.
 

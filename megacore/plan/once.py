@@ -11,70 +11,49 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from megacore.config import ResolvedConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_LAYERS, _STATE, _SPLIT = "_planned_of_layers", "_planned_of_state", "_planned_of_split"
-_MICROBATCHES = "_planned_of_microbatches"
+Function = Callable[Concatenate[ResolvedConfig, P], R]
+Part = Literal["layers", "state", "microbatches", "split"]
 
 
-def once_per_layers(
-    function: Callable[Concatenate[ResolvedConfig, P], R],
-) -> Callable[Concatenate[ResolvedConfig, P], R]:
-    """The function, which computes once for each configuration and its other arguments.
+def once_per(part: Part) -> Callable[[Function[P, R]], Function[P, R]]:
+    """For a function that computes once for each configuration and its other arguments.
 
-    Of the layout it may depend only on what `seen_by_layers` names. Results are kept by the configuration, which does
-    not change. Positional arguments are told apart by identity, and keyword arguments by name and value.
+    Results are kept by the configuration, which does not change. Positional arguments are told apart by identity, and
+    keyword arguments by name and value.
+
+    Args:
+        part: of the layout, on which alone it may depend: what `seen_by_layers`, `seen_by_state` or
+            `seen_by_microbatches` names (the cut of the model is told by its arguments), or how many ranks split a
+            layer.
     """
-    return _once(function, _LAYERS)
 
+    def computed_once(function: Function[P, R]) -> Function[P, R]:
+        name, place = f"{function.__module__}.{function.__qualname__}", f"_planned_of_{part}"
 
-def once_per_state(
-    function: Callable[Concatenate[ResolvedConfig, P], R],
-) -> Callable[Concatenate[ResolvedConfig, P], R]:
-    """As `once_per_layers`, for a function that depends only on what `seen_by_state` names."""
-    return _once(function, _STATE)
+        @functools.wraps(function)
+        def once(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
+            results: dict[Any, Any] | None = config.__dict__.get(place)
+            if results is None:
+                results = config.__dict__[place] = {}
+            key: Any = name
+            if args or kwargs:
+                key = (name, *map(id, args), *kwargs.items())
+            found = results.get(key)
+            if found is None:
+                # The arguments live as long as their identity counts.
+                found = results[key] = (function(config, *args, **kwargs), args, kwargs)
+            result: R = found[0]
+            return result
 
+        return once
 
-def once_per_microbatches(
-    function: Callable[Concatenate[ResolvedConfig, P], R],
-) -> Callable[Concatenate[ResolvedConfig, P], R]:
-    """As `once_per_layers`, for a function that depends only on what `seen_by_microbatches` names, and on how the model
-    is cut, which is told by its arguments."""
-    return _once(function, _MICROBATCHES)
-
-
-def once_per_split(
-    function: Callable[Concatenate[ResolvedConfig, P], R],
-) -> Callable[Concatenate[ResolvedConfig, P], R]:
-    """As `once_per_layers`, for a function that depends only on how many ranks split a layer."""
-    return _once(function, _SPLIT)
-
-
-def _once(
-    function: Callable[Concatenate[ResolvedConfig, P], R], part: str
-) -> Callable[Concatenate[ResolvedConfig, P], R]:
-    name = f"{function.__module__}.{function.__qualname__}"
-
-    @functools.wraps(function)
-    def once(config: ResolvedConfig, *args: P.args, **kwargs: P.kwargs) -> R:
-        results: dict[Any, Any] | None = config.__dict__.get(part)
-        if results is None:
-            results = config.__dict__[part] = {}
-        key: Any = name
-        if args or kwargs:
-            key = (name, *map(id, args), *kwargs.items())
-        found = results.get(key)
-        if found is None:
-            # The arguments live as long as their identity counts.
-            found = results[key] = (function(config, *args, **kwargs), args, kwargs)
-        result: R = found[0]
-        return result
-
-    return once
+    return computed_once
 
 
 def seen_by_layers(config: ResolvedConfig) -> tuple[Hashable, ...]:
@@ -111,11 +90,11 @@ class SharedResults:
     def share_with(self, config: ResolvedConfig) -> None:
         """Lets a configuration have them; it has none so far."""
         of_layers = seen_by_layers(config)
-        seen: dict[str, tuple[Hashable, ...]] = {
-            _LAYERS: of_layers,
-            _STATE: seen_by_state(config),
-            _MICROBATCHES: (of_layers, *seen_by_microbatches(config)),
-            _SPLIT: (config.parallel.tp,),
+        seen: dict[Part, tuple[Hashable, ...]] = {
+            "layers": of_layers,
+            "state": seen_by_state(config),
+            "microbatches": (of_layers, *seen_by_microbatches(config)),
+            "split": (config.parallel.tp,),
         }
         for part, values in seen.items():
-            config.__dict__[part] = self._known.setdefault((part, *values), {})
+            config.__dict__[f"_planned_of_{part}"] = self._known.setdefault((part, *values), {})

@@ -2,15 +2,17 @@
 
 What is predicted is a figure, with its unit, origin and range. Other numbers are bare, so that a script reads them in
 one step: counts and sizes, and some figures once more, with the unit in the key. `numbers` tells of each bare number
-its unit and origin, by the innermost key above it that is in the table below.
+its unit and origin, by the innermost key above it that is in report.toml.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel
@@ -26,49 +28,9 @@ from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.planner import Origin, by_formula, usable_host_bytes
 from megacore.plan.state import whole_parameters
 
-_COUNTS = {
-    "num_layers": "layers",
-    "hidden_size": "elements",
-    "ffn_hidden_size": "elements",
-    "num_attention_heads": "heads",
-    "num_query_groups": "heads",
-    "vocab_size": "tokens",
-    "num_experts": "experts",
-    "parameters": "parameters",
-    "active_parameters": "parameters",
-    "seq_length": "tokens",
-    "global_batch_size": "sequences",
-    "world_size": "ranks",
-    "tp": "ranks",
-    "cp": "ranks",
-    "pp": "ranks",
-    "dp": "ranks",
-    "ep": "ranks",
-    "etp": "ranks",
-    "virtual_stages": "stages per rank",
-    "zero_stage": "ZeRO stage",
-    "micro_batch_size": "sequences",
-    "num_microbatches": "microbatches",
-    "recompute_num_layers": "layers per stage",
-    "pp_rank": "rank number",
-    "in_flight": "microbatches",
-    "tokens": "tokens",
-    "valid": "layouts",
-    "left_out": "layouts",
-    "fit": "layouts",
-    "checked_steps": "steps",
-    "wall_seconds": "s",
-}
-"""Bare numbers that are given, chosen, counted or, of the search itself, measured: by key, the unit."""
-_FIGURES: dict[str, tuple[str, Origin, str]] = {
-    "capacity_bytes": ("bytes", "assumed", "capacity"),
-    "peak_bytes": ("bytes", "traced", "peak"),
-    "bytes": ("bytes", "traced", "terms"),
-    "host_bytes": ("bytes", "traced", "host_terms"),
-    "host_capacity_bytes": ("bytes", "assumed", "host_capacity"),
-    "node_host_bytes": ("bytes", "traced", "node_host"),
-}
-"""Bare numbers, or objects of them, that are there as figures too: by key, the unit, origin and key of the figures."""
+REPORT = tomllib.loads(Path(__file__).with_name("report.toml").read_text(encoding="utf-8"))
+"""The tables of what the planner prints."""
+_LEFT_OUT = REPORT["left_out"]
 
 
 def described(
@@ -85,10 +47,10 @@ def described(
         KeyError: a bare number of which neither is known.
     """
     table: dict[str, dict[str, str]] = {
-        **{key: {"unit": unit, "origin": "exact"} for key, unit in _COUNTS.items()},
+        **{key: {"unit": unit, "origin": "exact"} for key, unit in REPORT["counts"].items()},
         **{
             key: {"unit": unit, "origin": _origin(report, name) or origin, "figure": name}
-            for key, (unit, origin, name) in _FIGURES.items()
+            for key, (unit, origin, name) in REPORT["figures"].items()
         },
         "hidden_seconds": {"unit": "s", "origin": timed, "figure": "hidden"},
         "goodput": {"unit": "share", "origin": "assumed"},
@@ -252,39 +214,6 @@ def layout_flags(config: ResolvedConfig, *, with_defaults: bool = False) -> str:
 
 
 # ---- settings that differ from their defaults ------------------------------------------------------------------------
-# As flags: what tells two saved reports apart. Every field of the configuration is named unless it is left out here by
-# name, so a new one is. Left out are those that other lines of a report name, and those that say how long and where a
-# run trains, with which data and learning rates. Some that are named, such as the constants of an optimizer, change no
-# figure of a plan.
-
-_IN_OTHER_LINES = {
-    "preset", "tp", "pp", "dp", "cp", "ep", "etp", "schedule", "virtual_stages", "schedule_csv", "pipeline_balance",
-    "zero_stage", "sequence_parallel", "precision", "micro_batch_size", "global_batch_size", "recompute",
-    "recompute_num_layers",
-}  # fmt: skip
-_SECTIONS_LEFT_OUT = {"data", "checkpoint", "start", "watch", "spikes"}
-_LEFT_OUT = {
-    "model": {"attention_multiplier", "logits_divisor"},  # which muP sets
-    "parallel": {"device", "distributed_timeout_minutes"},
-    "precision": {"loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"},
-    "optimizer": {
-        "lr", "min_lr", "decoupled_min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_style",
-        "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style", "lr_decay_power", "lr_restart_iters",
-        "lr_restart_factor", "lr_cycle_momentum", "lr_cycle_style", "lr_range_test", "lr_range_test_start",
-        "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "clip_grad",
-        "clip_grad_adaptive", "clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters",
-    },
-    "average": {"eval_ema"},
-    "bert": {"mask_prob", "short_seq_prob", "whole_word_masking", "max_ngram"},
-    "training": {
-        "train_iters", "seed", "eval_interval", "eval_iters", "skip_train", "output_dir", "max_bad_steps",
-        "memory_check",
-    },
-    "logging": {
-        "log_interval", "gradient_noise_interval", "csv", "tensorboard_dir", "wandb_project", "wandb_entity",
-        "wandb_name", "wandb_group", "wandb_mode", "profile_steps", "trace", "trace_steps",
-    },
-}  # fmt: skip
 
 
 def other_settings(config: ResolvedConfig) -> list[str]:
@@ -298,14 +227,14 @@ def other_settings(config: ResolvedConfig) -> list[str]:
         flag_and_value(name, value)
         for section in _sections(config)
         for name, value in _changed(config, section, usual)
-        if name not in _IN_OTHER_LINES | _LEFT_OUT.get(section, set())
+        if name not in {*_LEFT_OUT["in_other_lines"], *_LEFT_OUT["fields"].get(section, ())}
     ]
 
 
 def _sections(config: ResolvedConfig) -> Iterator[str]:
     """Names of the sections that may decide a plan: not those of other optimizers."""
     others = OPTIMIZERS.keys() - {config.optimizer.optimizer, *config.optimizer_settings.shares}
-    return (name for name in sections_of(type(config)) if name not in _SECTIONS_LEFT_OUT | others)
+    return (name for name in sections_of(type(config)) if name not in {*_LEFT_OUT["sections"], *others})
 
 
 def _usual(config: ResolvedConfig) -> dict[str, Any]:

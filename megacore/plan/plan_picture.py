@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
@@ -20,7 +20,7 @@ from megacore.pipeline.simulator import Timeline
 from megacore.plan.memory import RankMemory
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import Plan, memory_with, rank_kinds
-from megacore.plan.search import Found, Layout
+from megacore.plan.search import Found
 from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
@@ -35,12 +35,8 @@ _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _PEAK = 120.0  # for the peaks beside the rows
 _STRIP = 10.0  # height of a rank's state where it is not to scale
 _TALL_ROWS = 16  # ranks of a memory picture with tall rows, one each; of more ranks, those that are alike share one
-_INDENT = 26.0  # of the list under the picture of a search, for its numbers
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number and are listed under the picture
-_MARKER = 4.0  # half of the side of a point of the frontier
-_NEAR = 7.0  # from the middle of such a point to its number
-_DIGIT_WIDTH, _NUMBER_HEIGHT = 7.0, 11.0  # of these numbers
 _ROUNDS = (1.5, 2.0, 3.0, 4.0)  # microbatches per rank that are drawn: the first of these that show what repeats
 _ROUNDS_ALONE = 2.0  # the same if none of them shows it, and the step has more than the last of them
 _FEWEST = 8  # microbatches that are drawn, if there are as many
@@ -316,55 +312,66 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 def frontier_picture(found: Found) -> Drawing:
-    """Time by memory of the layouts that fit; the frontier is marked, and its fastest layouts are named."""
+    """Time by memory of the layouts that fit: memory to the right, time upwards on a logarithmic scale. The frontier is
+    marked, and its fastest layouts are named."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
+    marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     unit = size_unit(layout.memory_bytes for layout in shown)
     sizes = [layout.memory_bytes / unit.bytes for layout in shown]
     least, most = min(sizes), max(sizes)
-    room = max(0.04 * (most - least), 0.02 * most)
-    left_end = least - room if least > most / 3 else 0.0  # else the layouts are crowded at the right
+    margin = max(0.04 * (most - least), 0.02 * most)
+    left_end = least - margin if least > most / 3 else 0.0  # else the layouts are crowded at the right
     slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
-    area = _Plot(
-        left=74.0,
-        top=76.0,
-        width=820.0,
-        height=420.0,
-        unit=unit,
-        sizes=(left_end, most + room),
-        times=(fastest * 0.95, slowest),
-    )
+    x_axis, y_axis = (left_end, most + margin), (fastest * 0.95, slowest)
+    left, right, top, bottom = 74.0, 894.0, 76.0, 496.0
+
+    def x_of(size: float) -> float:
+        return left + (right - left) * (size - x_axis[0]) / (x_axis[1] - x_axis[0])
+
+    def y_of(seconds: float) -> float:
+        low, high = map(math.log, y_axis)
+        return top + (bottom - top) * (high - math.log(seconds)) / (high - low)
+
     layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
     verb = "fit" if len(found.layouts) > 1 else "fits"
     title = f"{layouts} that {verb} into {size_unit([found.capacity]).text(found.capacity)} of {found.cluster.name}"
-    drawing = Drawing(title=title, width=area.left + area.width + 30, height=0)
+    drawing = Drawing(title=title, width=right + 30, height=0)
     marks = drawing.marks
-    marks.append(Words(x=area.left, y=22, text=title, size=15, bold=True))
-    marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
-    texts = _legend(found, drawn=len(shown), numbered=min(len(marked), _NUMBERED))
-    legend = [line for text in texts for line in wrapped(text, area.width, size=12.0)]
-    for row, text in enumerate(legend):
-        marks.append(Words(x=area.left, y=42 + 16 * row, text=text, color=_GREY))
-    for layout in shown:
-        x, y = area.point(layout)
-        fill, origin = (_GREY, "") if layout.is_simulated else (_DOT, ", estimated")
-        note = f"{four_digits(layout.seconds)} s{origin}: {layout.flags}"
-        marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=fill, note=note))
-    points = [area.point(layout) for layout in marked]
+    marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
+    legend = _legend(found, drawn=len(shown), numbered=min(len(marked), _NUMBERED))
+    for row, line in enumerate(itertools.chain(*(wrapped(text, right - left, size=12.0) for text in legend))):
+        marks.append(Words(x=left, y=42 + 16 * row, text=line, color=_GREY))
+    of_frontier = {id(layout) for layout in marked}
+    for layout in [*shown, *marked]:  # the marked ones once more, above the others
+        x, y, half, fill = x_of(layout.memory_bytes / unit.bytes), y_of(layout.seconds), 2.0, _GREY
+        if id(layout) in of_frontier:
+            half, fill = 4.0, _LIMIT
+        elif not layout.is_simulated:
+            fill = _DOT
+        note = f"{four_digits(layout.seconds)} s{'' if layout.is_simulated else ', estimated'}: {layout.flags}"
+        marks.append(Box(x=x - half, y=y - half, width=2 * half, height=2 * half, fill=fill, note=note))
+    points = [(x_of(layout.memory_bytes / unit.bytes), y_of(layout.seconds)) for layout in marked]
     for (x1, y1), (x2, y2) in itertools.pairwise(points):
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
-    for (x, y), layout in zip(points, marked, strict=True):
-        note = f"{four_digits(layout.seconds)} s: {layout.flags}"
-        marks.append(Box(x=x - _MARKER, y=y - _MARKER, width=2 * _MARKER, height=2 * _MARKER, fill=_LIMIT, note=note))
-    _axes(drawing, area)
-    _numbers(drawing, area, points)
-    y = area.bottom + 52
-    for number, layout in enumerate(marked[:_NUMBERED], start=1):
-        marks.append(Words(x=area.left + _INDENT - 8, y=y, text=f"{number}.", size=11.5, anchor="end"))
+    marks.append(Line(x1=left, y1=bottom, x2=right, y2=bottom, color=_GREY))
+    marks.append(Line(x1=left, y1=top, x2=left, y2=bottom, color=_GREY))
+    for size, text in _ticks(*x_axis):
+        marks.append(Line(x1=x_of(size), y1=bottom, x2=x_of(size), y2=bottom + 4, color=_GREY))
+        marks.append(Words(x=x_of(size), y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
+    marks.append(Words(x=right, y=bottom + 30, text=f"{unit.name} per rank", size=11, anchor="end", color=_GREY))
+    for seconds, text in _ticks(*y_axis):
+        marks.append(Line(x1=left - 4, y1=y_of(seconds), x2=left, y2=y_of(seconds), color=_GREY))
+        marks.append(Words(x=left - 8, y=y_of(seconds), text=f"{text} s", size=11, anchor="end", color=_GREY))
+    y = bottom + 52
+    for number, ((x, at), layout) in enumerate(zip(points[:_NUMBERED], marked, strict=False), start=1):
+        # Below its point, where there are no layouts.
+        marks.append(Words(x=x - 10, y=at + 11, text=str(number), size=11, anchor="middle", color=_LIMIT))
+        marks.append(Words(x=left + 18, y=y, text=f"{number}.", size=11.5, anchor="end"))
         text = f"{four_digits(layout.seconds)} s, {unit.text(layout.memory_bytes)}: {layout.flags}"
-        for line in wrapped(text, area.width - _INDENT, size=11.5):
-            marks.append(Words(x=area.left + _INDENT, y=y, text=line, size=11.5))
+        for line in wrapped(text, right - left - 26, size=11.5):
+            marks.append(Words(x=left + 26, y=y, text=line, size=11.5))
             y += 16
         y += 2
     drawing.height = y + 8
@@ -390,97 +397,11 @@ def _legend(found: Found, *, drawn: int, numbered: int) -> list[str]:
     return [first, "; ".join(second)] if second else [first]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plot:
-    """Where the layouts of a search are drawn: memory to the right, time upwards, on a logarithmic scale.
-
-    Attributes:
-        left, top, width, height: in pixels.
-        unit: of memory.
-        sizes: in this unit, at the left and at the right end.
-        times: seconds at the lower and at the upper end.
-    """
-
-    left: float
-    top: float
-    width: float
-    height: float
-    unit: SizeUnit
-    sizes: tuple[float, float]
-    times: tuple[float, float]
-
-    @property
-    def bottom(self) -> float:
-        return self.top + self.height
-
-    def x_of(self, size: float) -> float:
-        low, high = self.sizes
-        return self.left + self.width * (size - low) / (high - low)
-
-    def y_of(self, seconds: float) -> float:
-        low, high = map(math.log, self.times)
-        return self.top + self.height * (high - math.log(seconds)) / (high - low)
-
-    def point(self, layout: Layout) -> tuple[float, float]:
-        return self.x_of(layout.memory_bytes / self.unit.bytes), self.y_of(layout.seconds)
-
-
-def _numbers(drawing: Drawing, area: _Plot, points: Sequence[tuple[float, float]]) -> None:
-    """A number beside each of the first points of a frontier, from the fastest on, where it covers no point and no
-    other number: to the left or below, where there are no layouts. A number that has no room beside its point is
-    further off, and a line leads to it."""
-    taken: list[tuple[float, float]] = []
-    for number, (x, y) in enumerate(points[:_NUMBERED], start=1):
-        text = str(number)
-        half = _DIGIT_WIDTH * len(text) / 2
-        spots = (
-            (x - math.cos(angle) * (_NEAR + half + far), y + math.sin(angle) * (_NEAR + _NUMBER_HEIGHT / 2 + far))
-            for angles in ((45, 20, 70, 0, 90), (225,))  # the last, on the other side, if nothing else is free
-            for far in range(0, 60, 6)
-            for angle in map(math.radians, angles)
-        )
-        free = (
-            (a, b)
-            for a, b in spots
-            if a - half > area.left and b + _NUMBER_HEIGHT / 2 < area.bottom
-            if all(abs(a - c) >= half + _MARKER + 1 or abs(b - d) >= _NUMBER_HEIGHT / 2 + _MARKER for c, d in points)
-            if all(abs(a - c) >= half + _DIGIT_WIDTH + 2 or abs(b - d) >= _NUMBER_HEIGHT for c, d in taken)
-        )
-        at = next(free, (x, y))
-        taken.append(at)
-        if math.dist(at, (x, y)) > _NEAR + half + _NUMBER_HEIGHT / 2:
-            share = 1 - (half + 2) / math.dist(at, (x, y))
-            end_x, end_y = x + (at[0] - x) * share, y + (at[1] - y) * share
-            drawing.marks.append(Line(x1=x, y1=y, x2=end_x, y2=end_y, color=_GREY))
-        drawing.marks.append(Words(x=at[0], y=at[1], text=text, size=11, anchor="middle", color=_LIMIT))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to ten round numbers: multiples of 1, 2 or 5 times a power of ten."""
+def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
+    """Four to ten round numbers, multiples of 1, 2 or 5 times a power of ten, with as many decimals for each as the one
+    that needs most."""
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(factor * power for factor in (5, 2, 1) if (high - low) / (factor * power) >= 4)
-    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _labels(ticks: Sequence[float]) -> list[str]:
-    """As many decimals for each as the one that needs most."""
+    ticks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
     decimals = max((len(f"{tick:.10g}".partition(".")[2]) for tick in ticks), default=0)
-    return [f"{tick:,.{decimals}f}" for tick in ticks]
-
-
-def _axes(drawing: Drawing, area: _Plot) -> None:
-    left, right, bottom = area.left, area.left + area.width, area.bottom
-    drawing.marks.append(Line(x1=left, y1=bottom, x2=right, y2=bottom, color=_GREY))
-    drawing.marks.append(Line(x1=left, y1=area.top, x2=left, y2=bottom, color=_GREY))
-    sizes, times = _ticks(*area.sizes), _ticks(*area.times)
-    for size, text in zip(sizes, _labels(sizes), strict=True):
-        x = area.x_of(size)
-        drawing.marks.append(Line(x1=x, y1=bottom, x2=x, y2=bottom + 4, color=_GREY))
-        drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
-    drawing.marks.append(
-        Words(x=right, y=bottom + 30, text=f"{area.unit.name} per rank", size=11, anchor="end", color=_GREY)
-    )
-    for seconds, text in zip(times, _labels(times), strict=True):
-        y = area.y_of(seconds)
-        drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))
-        drawing.marks.append(Words(x=left - 8, y=y, text=f"{text} s", size=11, anchor="end", color=_GREY))
+    return ((tick, f"{tick:,.{decimals}f}") for tick in ticks)

@@ -21,6 +21,7 @@ from megacore.config.fields import FieldInfo, flag_and_value
 from megacore.config.flags import all_fields
 from megacore.config.messages import counted, did_you_mean, one_of
 from megacore.files import read_bounded
+from megacore.plan.plan_json import REPORT
 
 # Units of what is measured, by column. A row has one of them.
 MEASURES = {
@@ -32,29 +33,6 @@ MEASURES = {
 }
 _LABELS = {"model", "name", "source", "note", "parameters_billion"}
 _CLUSTERS = {"cluster", "gpu", "gpu_type"}  # which must be the same in all rows
-_WORDS = {
-    "gpus": "world_size",
-    "gradient_accumulation": "microbatches",
-    "global_batch": "global_batch_size",
-    "micro_batch": "micro_batch_size",
-    "microbatch": "micro_batch_size",
-    "hidden": "hidden_size",
-    "attention_heads": "num_attention_heads",
-    "heads": "num_attention_heads",
-    "layers": "num_layers",
-    "sequence_length": "seq_length",
-    "sequence": "seq_length",
-    "vocabulary": "vocab_size",
-    "tensor_parallelism": "tp",
-    "data_parallelism": "dp",
-    "pipeline_parallelism": "pp",
-    "context_parallelism": "cp",
-    "expert_parallelism": "ep",
-    "iteration_time_ms": "milliseconds",
-    "iteration_time_s": "seconds",
-    "step_time_s": "seconds",
-    "tokens_per_second_gpu": "tokens_per_second_per_gpu",
-}
 _SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _MOST_BYTES, _MOST_ROWS = 1 << 22, 2000
 _LEAST_MEASURED, _MOST_MEASURED = 1e-6, 1e12
@@ -154,7 +132,7 @@ class RowFile:
 
     def _column(self, cell: str) -> str:
         name = re.sub(r"[^a-z0-9]+", "_", cell.lower()).strip("_")
-        name = _WORDS.get(name, name)
+        name = REPORT["columns"].get(name, name)
         aliases = (info.name for info in self._fields.values() if f"--{name.replace('_', '-')}" in info.aliases)
         return name if name in self._fields else next(aliases, name)
 

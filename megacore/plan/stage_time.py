@@ -27,7 +27,7 @@ from megacore.models.size import attention_matrices, short_matrices, vocabulary_
 from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
-from megacore.plan.once import once_per_layers, once_per_split, once_per_state
+from megacore.plan.once import once_per
 from megacore.plan.software import Software
 from megacore.plan.state import expert_share, held_experts, held_parameters
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
@@ -165,7 +165,7 @@ class Speed:
         return self.transfers(one for one in sent if one.role == "experts")
 
 
-@once_per_split
+@once_per("split")
 def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
     """Speeds in the configuration's number format."""
     given = config.logging.peak_tflops
@@ -266,7 +266,7 @@ def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
     return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
-@once_per_layers
+@once_per("layers")
 def block_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed, *, again: bool) -> Passes:
     """One microbatch through one block."""
     block = layer.block
@@ -315,7 +315,7 @@ def block_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed, *, aga
     return Passes(forward, backward, weight_grad)
 
 
-@once_per_layers
+@once_per("layers")
 def _edge_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
@@ -385,7 +385,7 @@ def stage_time(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Spee
     return _with_replicas(config, layers, alone.passes, speed)
 
 
-@once_per_layers
+@once_per("layers")
 def _stage_alone(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Speed) -> StageTime:
     """A stage whose replicas send nothing in a microbatch."""
     counts: Counter[tuple[int, bool]] = Counter()
@@ -402,7 +402,7 @@ def _stage_alone(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Sp
     return StageTime(passes=total)
 
 
-@once_per_state
+@once_per("state")
 def rank_replicas(config: ResolvedConfig, *, parameters: int, experts: int) -> tuple[ReplicaTraffic, ReplicaTraffic]:
     """What replicas send of a rank's parameters, without those of experts and of those alone.
 

@@ -14,7 +14,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
-from megacore.plan.once import once_per_layers
+from megacore.plan.once import once_per
 
 
 def state_bytes(
@@ -219,7 +219,7 @@ class ExpertShare:
         return self.held * self.hidden * self.inner
 
 
-@once_per_layers
+@once_per("layers")
 def expert_share(config: ResolvedConfig, block: ResolvedModel) -> ExpertShare | None:
     """The part of one rank; None where the block has no experts."""
     experts, parallel = block.experts, config.parallel
@@ -249,7 +249,7 @@ def expert_copies(parallel: ParallelConfig) -> int:
     return stage // (parallel.ep * parallel.expert_split)
 
 
-@once_per_layers
+@once_per("layers")
 def routed_parameters(config: ResolvedConfig, block: ResolvedModel | None) -> int:
     """Parameters of experts that a rank holds of a block."""
     share = None if block is None else expert_share(config, block)

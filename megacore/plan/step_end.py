@@ -15,7 +15,7 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut, OnRank
 from megacore.plan.devices import Case, Device
 from megacore.plan.memory import kept_of_rank
-from megacore.plan.once import once_per_state
+from megacore.plan.once import once_per
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
 from megacore.plan.state import term_bytes, updated_parameters
 from megacore.plan.traffic import recomputed_whole, update_traffic
@@ -79,7 +79,7 @@ class _Update(NamedTuple):
     orthogonal: float
 
 
-@once_per_state
+@once_per("state")
 def _update(config: ResolvedConfig, held: OnRank, speed: Speed) -> _Update:
     parallel, parameters = config.parallel, held.parameters
     both = rank_replicas(config, parameters=parameters, experts=held.experts)
@@ -149,7 +149,7 @@ def orthogonal_seconds(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLa
     return _on_busiest(config, chunks, speed.cluster, case=speed.case, peak=peak, element=element)
 
 
-@once_per_state
+@once_per("state")
 def _on_busiest(
     config: ResolvedConfig,
     chunks: Sequence[Sequence[ModelLayer]],

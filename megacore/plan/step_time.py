@@ -21,7 +21,7 @@ from megacore.pipeline.simulator import Costs, Simulator, Timeline
 from megacore.plan.cluster import Cluster
 from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
-from megacore.plan.once import once_per_microbatches
+from megacore.plan.once import once_per
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
 from megacore.plan.step_end import step_ends
 from megacore.plan.traffic import stage_message, tied_gradients
@@ -164,7 +164,7 @@ class _Run(NamedTuple):
     length: float
 
 
-@once_per_microbatches
+@once_per("microbatches")
 def _run(config: ResolvedConfig, cut: Cut, speed: Speed, *, simulated: bool) -> _Run:
     pp, m = config.parallel.pp, config.microbatches
     stages = stage_times(config, cut.chunks, speed)

@@ -18,35 +18,12 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import OptimizerSettings
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices
-from megacore.plan.once import once_per_layers, once_per_state
+from megacore.plan.once import once_per
 from megacore.plan.state import expert_copies, expert_share, held_by_layer, zero_stage
 from megacore.zero.buckets import grown
 from megacore.zero.packing import bucket_ends, exchange, pack
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
-
-
-class WholeBucket(NamedTuple):
-    """A bucket of a pipeline stage: its elements with padding, and how many matrices it has, all of experts or none."""
-
-    size: int
-    matrices: int
-    of_experts: bool
-
-
-@once_per_state
-def whole_buckets(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool) -> tuple[WholeBucket, ...]:
-    """The buckets of a pipeline stage, the last used first; those of experts follow the others.
-
-    Args:
-        config: a resolved configuration, of ZeRO's stages 0 to 2.
-        chunk: the layers of the stage.
-        on_cpu: whether the ranks compute in host memory.
-    """
-    shards = shard_ranks(config.parallel) if config.parallel.zero_stage else 1
-    copies = expert_copies(config.parallel) if config.parallel.zero_stage else 1
-    buckets = _all_buckets(config, chunk, on_cpu=on_cpu, shards=shards, copies=copies)
-    return tuple(WholeBucket(bucket.size, len(bucket.matrices), bucket.of_experts) for bucket in buckets)
 
 
 class Updated(NamedTuple):
@@ -135,9 +112,9 @@ class Directions(NamedTuple):
     joined: float = 0.0
 
 
-@once_per_state
+@once_per("state")
 def directions(config: ResolvedConfig, chunk: Sequence[ModelLayer]) -> Directions:
-    """What is sent of the layers of a pipeline stage; arguments as for `whole_buckets`."""
+    """What is sent of the layers of a pipeline stage, of ZeRO's stages 0 to 2."""
     if not config.optimizer_settings.joins_slices:
         return Directions()
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
@@ -261,8 +238,10 @@ def _divided_experts(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool)
     """Elements of a layer's experts that the optimizer does not take whole."""
     if layer.block is None:
         return 0
-    found = weights(config, layer.block, layer.name, on_cpu=on_cpu)
-    return sum(weight.size for weight in found if weight.of_experts and not weight.is_whole)
+    found = _of_block(config, layer.block, on_cpu=on_cpu)
+    taken = _taken_whole(config.optimizer_settings, layer.name, tuple(one.part for one in found))
+    pairs = zip(found, taken, strict=True)
+    return sum(one.matrix.size for one, is_whole in pairs if one.matrix.of_expert and not is_whole)
 
 
 def _among_others(
@@ -397,34 +376,6 @@ def _buckets(matrices: tuple[Matrix, ...], shards: int, limit: int, *, divides: 
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
-class Weight(NamedTuple):
-    """A weight of a block on one rank: its name in the block, its elements, whether it is of experts, whether the
-    optimizer takes it whole, and whether one product gives its gradient and the next one's."""
-
-    name: str
-    size: int
-    of_experts: bool
-    is_whole: bool
-    is_joined: bool
-
-
-def weights(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Weight]:
-    """The weights with two dimensions or more of a block, the last used first.
-
-    Args:
-        config: a resolved configuration.
-        block: the block.
-        name: of its layer.
-        on_cpu: whether the ranks compute in host memory.
-    """
-    found = _of_block(config, block, on_cpu=on_cpu)
-    taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
-    return [
-        Weight(one.part.name, one.matrix.size, one.matrix.of_expert, is_taken, one.matrix.is_joined)
-        for one, is_taken in zip(found, taken, strict=True)
-    ]
-
-
 def weights_taken_whole(config: ResolvedConfig, layer: ModelLayer) -> tuple[bool, ...]:
     """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
     if layer.block is None or not config.optimizer_settings.takes_some_whole:
@@ -459,7 +410,7 @@ def joins_up_and_gate(block: ResolvedModel, *, on_cpu: bool) -> bool:
     return block.activation == "swiglu" and not block.mlp_bias and not on_cpu
 
 
-@once_per_layers
+@once_per("layers")
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     found = _of_block(config, block, on_cpu=on_cpu)
@@ -487,7 +438,7 @@ def _taken_whole(settings: OptimizerSettings, block: str, parts: tuple[_Part, ..
     return tuple(settings.takes_whole(f"{block}.{part.name}.weight", part.shape) for part in parts)
 
 
-@once_per_layers
+@once_per("layers")
 def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[_OfBlock]:
     """The weights of a block that an optimizer may take whole, the last used first."""
     ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
