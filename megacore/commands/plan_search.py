@@ -201,13 +201,9 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     """
     constraints = _constraints(args)
     may_offload = args.may_offload and not config.offloads and not cluster.on_cpu
-    found = search(
-        config,
-        cluster,
-        replace(constraints, may_offload=may_offload),
-        names_batch=args.names_batch,
-        names_defaults=args.has_file,
-    )
+    named = {"global_batch_size": args.names_batch, "defaults": args.has_file}
+    named_fields = frozenset(name for name, is_named in named.items() if is_named)
+    found = search(config, cluster, replace(constraints, may_offload=may_offload), named=named_fields)
     if not args.estimate and found.layouts:
         found = with_memory(found, args.top, traced_memory)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)

@@ -33,7 +33,7 @@ from megacore.plan.devices import Device, Link, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
 from megacore.plan.plan_json import REPORT, described
 from megacore.plan.planner import Figure, Origin, scheduled
-from megacore.plan.roofline import Transfer, transfer_seconds
+from megacore.plan.roofline import Collective, transfer_seconds
 from megacore.plan.row_fit import Vector, solve
 from megacore.plan.size_unit import size_unit
 from megacore.plan.stage_time import speed_of
@@ -274,16 +274,8 @@ class _Fit:
             predicted = stage_message(self.config).seconds(device)
             ratios += [predicted / seconds for seconds in transfers.messages]
         for one in transfers.sums:
-            transfer = Transfer(
-                name="sum",
-                phase="forward",
-                number=0,
-                role="layer",
-                pattern="all-reduce",
-                bytes=one.bytes,
-                ranks=one.ranks,
-                among=range(self.config.parallel.ranks),
-            )
+            among = range(self.config.parallel.ranks)
+            transfer = Collective(pattern="all-reduce", bytes=one.bytes, ranks=one.ranks, among=among)
             ratios += [transfer_seconds(transfer, device) / seconds for seconds in one.seconds]
         if len(ratios) < _FEW:
             return None

@@ -51,15 +51,11 @@ class Launch:
     waits: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """A collective.
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """What the ranks of a group send each other.
 
     Attributes:
-        name: of the operator.
-        phase: of the step.
-        number: by which launches wait for it.
-        role: of the group, such as `layer` (tensor parallel) or `replicas` (data parallel).
         pattern: which bytes travel.
         bytes: of the whole tensor: what is reduced, gathered or scattered.
         ranks: of the group.
@@ -67,15 +63,28 @@ class Transfer:
         among: the ranks that form such groups at the same time (`crossing`); None: the first that do.
     """
 
-    name: str
-    phase: Phase
-    number: int
-    role: str
     pattern: Pattern
     bytes: float
     ranks: int
     stride: int = 1
     among: range | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer(Collective):
+    """A collective that an operator starts.
+
+    Attributes:
+        name: of the operator.
+        phase: of the step.
+        number: by which launches wait for it.
+        role: of the group, such as `layer` (tensor parallel) or `replicas` (data parallel).
+    """
+
+    name: str
+    phase: Phase
+    number: int
+    role: str
 
 
 Event = Launch | Transfer
@@ -179,7 +188,7 @@ def launch_seconds(launch: Launch, device: Device, *, case: Case = "expected", p
     return seconds + device.launch_seconds.of(case)
 
 
-def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expected") -> float:
+def transfer_seconds(transfer: Collective, device: Device, *, case: Case = "expected") -> float:
     """How long a collective takes by itself, while all groups of its kind communicate.
 
     A rank never sends faster than its own network cards, and ranks that send at once share the cards of their node.
@@ -216,7 +225,7 @@ def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expect
     return _fastest(transfer, device.network.latency, min(channels * own, within))
 
 
-def _node_bandwidth(transfer: Transfer, device: Device) -> float:
+def _node_bandwidth(transfer: Collective, device: Device) -> float:
     """Of the links from a rank to the others of its group, where all of them are in its node."""
     bandwidth = device.node_link.bandwidth
     if not device.node_mesh:
@@ -225,11 +234,11 @@ def _node_bandwidth(transfer: Transfer, device: Device) -> float:
     return bandwidth * peers / (device.node_ranks - 1)
 
 
-def _fastest(transfer: Transfer, latency: float, bandwidth: float) -> float:
+def _fastest(transfer: Collective, latency: float, bandwidth: float) -> float:
     return min(steps * latency + share * transfer.bytes / bandwidth for steps, share in _algorithms(transfer))
 
 
-def _algorithms(transfer: Transfer) -> Iterator[tuple[int, float]]:
+def _algorithms(transfer: Collective) -> Iterator[tuple[int, float]]:
     """Of each algorithm the messages that follow each other, and the share of the bytes that a link carries."""
     ranks = transfer.ranks
     if transfer.pattern == "message":

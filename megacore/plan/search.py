@@ -79,9 +79,8 @@ class Layout:
         estimate: bytes of the fullest rank as they were estimated, where `memory` is known; None: `memory_bytes`.
         seconds: of a step, expected.
         range: of it from the fast to the slow case, once it is simulated.
-        names_batch: whether its flags include --global-batch-size, which the user has not given.
-        names_defaults: whether its flags include those that have their defaults, as a --config file may say otherwise.
-        names_offload: whether its flags include that of offloading, which the user has not given.
+        named: fields of which its flags have one, as the user has given none: `global_batch_size`,
+            `offload_optimizer`; and `defaults`, those that have their defaults, as a --config file may say otherwise.
     """
 
     config: ResolvedConfig
@@ -90,9 +89,7 @@ class Layout:
     range: tuple[float, float] | None = None
     memory: Sequence[RankMemory] | None = None
     estimate: float | None = None
-    names_batch: bool = False
-    names_defaults: bool = False
-    names_offload: bool = False
+    named: frozenset[str] = frozenset()
 
     @property
     def is_simulated(self) -> bool:
@@ -116,9 +113,10 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags that make it."""
-        flags = layout_flags(self.config, with_defaults=self.names_defaults)
-        flags += "".join(f" {flag}" for flag in self.config.offload_flags if self.names_offload)
-        return f"{flags} --global-batch-size {self.config.training.global_batch_size}" if self.names_batch else flags
+        flags = layout_flags(self.config, with_defaults="defaults" in self.named)
+        flags += "".join(f" {flag}" for flag in self.config.offload_flags if "offload_optimizer" in self.named)
+        batch = f" --global-batch-size {self.config.training.global_batch_size}"
+        return flags + (batch if "global_batch_size" in self.named else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +149,10 @@ class Found:
     @property
     def run(self) -> ResolvedConfig:
         """One of the configurations, for what all have in common: model, batch and the settings that were given."""
-        config, was_given = self.layouts[0].config, not self.layouts[0].names_offload
-        parallel = config.parallel
-        return (
-            config
-            if was_given
-            else dataclasses.replace(config, parallel=dataclasses.replace(parallel, offload_optimizer=False))
-        )
+        config = self.layouts[0].config
+        offloads = config.parallel.offload_optimizer and "offload_optimizer" not in self.layouts[0].named
+        parallel = dataclasses.replace(config.parallel, offload_optimizer=offloads)
+        return dataclasses.replace(config, parallel=parallel)
 
     @property
     def times_too_large(self) -> float:
@@ -228,8 +223,7 @@ def search(
     cluster: Cluster,
     constraints: Constraints,
     *,
-    names_batch: bool = False,
-    names_defaults: bool = False,
+    named: frozenset[str] = frozenset(),
 ) -> Found:
     """All layouts of a run.
 
@@ -237,22 +231,14 @@ def search(
         config: of any layout; model, batch and precision are kept.
         cluster: that computes.
         constraints: what a layout may be.
-        names_batch: whether the flags of the layouts include --global-batch-size.
-        names_defaults: whether they include those that have their defaults.
+        named: as `Layout` has it.
     """
-    start = time.perf_counter()
+    start, named = time.perf_counter(), named | ({"offload_optimizer"} if constraints.may_offload else set())
     evaluation = _Evaluation(config, cluster, constraints)
     divisions = list(divisions_of(config, cluster, constraints))
     results = _evaluated(evaluation, divisions)
     fitting = [
-        Layout(
-            config=with_choice(config, choice),
-            memory_bytes=memory,
-            seconds=seconds,
-            names_batch=names_batch,
-            names_defaults=names_defaults,
-            names_offload=constraints.may_offload,
-        )
+        Layout(config=with_choice(config, choice), memory_bytes=memory, seconds=seconds, named=named)
         for result in results
         for choice, memory, seconds in result.fitting
     ]

@@ -30,7 +30,7 @@ from megacore.models.outline import ModelLayer
 from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.devices import Device
-from megacore.plan.roofline import Pattern, Transfer, groups_between_nodes, transfer_seconds
+from megacore.plan.roofline import Collective, Pattern, groups_between_nodes, transfer_seconds
 from megacore.plan.state import (
     ExpertShare,
     expert_copies,
@@ -56,27 +56,19 @@ TIED = "tied gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
+class Sent(Collective):
     """Transfers of one kind that a rank takes part in during a step.
 
     Attributes:
         role: of the group.
-        pattern: which bytes travel.
         what: they carry.
-        bytes: of the whole tensor in each of them.
         count: of them.
-        ranks: of the group.
-        stride: distance of its ranks' numbers.
         among: the ranks that form such groups (`crossing`).
     """
 
     role: Role
-    pattern: Pattern
     what: str
-    bytes: float
     count: int
-    ranks: int
-    stride: int
     among: range
 
     @property
@@ -94,18 +86,7 @@ class Sent:
 
     def seconds(self, device: Device, *, case: Literal["slow", "expected", "fast"] = "expected") -> float:
         """All of them, one after the other and beside nothing."""
-        one = Transfer(
-            name=self.what,
-            phase="forward",
-            number=0,
-            role=self.role,
-            pattern=self.pattern,
-            bytes=self.bytes,
-            ranks=self.ranks,
-            stride=self.stride,
-            among=self.among,
-        )
-        return self.count * transfer_seconds(one, device, case=case)
+        return self.count * transfer_seconds(self, device, case=case)
 
     def link(self, node_ranks: int, *, position: int = 0) -> LinkClass:
         """What a rank sends it over. A collective: between nodes if any of the groups is, since a step waits for the
@@ -180,15 +161,11 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     if canonical_blocks(config) > 1:
         return _gathered_expert_traffic(config, share, again=again)
 
-    def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
-        ranks, stride = parallel.ep, parallel.expert_split
-        return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
-
     def of_split(pattern: Pattern, what: str, size: float) -> tuple[Sent, ...]:
         return _sent(config, "layer", pattern, what, size, ranks=parallel.expert_split)
 
-    routing, taken = among_experts("numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
-    rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
+    routing, taken = _among_experts(config, "numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
+    rows = _among_experts(config, "rows of experts", e * share.rows * share.hidden, 2)
     if share.experts.moe_aux_loss_coeff:
         taken += _choices(config, share)
     if parallel.sequence_parallel:
@@ -203,6 +180,11 @@ def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool
     repeated = taken + rows + (leaving if share.experts.moe_shared_expert_size else ())
     # Recomputation keeps the route.
     return LayerTraffic(routing + taken + rows + leaving, back + rows, repeated if again else ())
+
+
+def _among_experts(config: ResolvedConfig, what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
+    ranks, stride = config.parallel.ep, config.parallel.expert_split
+    return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
 
 
 def _choices(config: ResolvedConfig, share: ExpertShare) -> tuple[Sent, ...]:
@@ -230,16 +212,12 @@ def _gathered_expert_traffic(config: ResolvedConfig, share: ExpertShare, *, agai
         of_sequence = _sent(config, "sequence", "all-reduce", what, size, ranks=sequence, stride=layer, count=count)
         return of_sequence + _sent(config, "layer", "all-reduce", what, size, ranks=layer, count=count)
 
-    def among_experts(what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
-        ranks, stride = parallel.ep, parallel.expert_split
-        return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
-
     routing = gathered("indices of experts", 8.0 * share.rows)
-    routing += among_experts("numbers of rows", 8.0 * share.experts.num_experts)
+    routing += _among_experts(config, "numbers of rows", 8.0 * share.experts.num_experts)
     taken = _choices(config, share) if share.experts.moe_aux_loss_coeff else ()
     whole = e * share.tokens * share.hidden
     taken += gathered("tokens", whole) + gathered("weights of experts", 4.0 * share.rows)
-    rows = among_experts("rows of experts", e * share.rows * share.hidden, 2)
+    rows = _among_experts(config, "rows of experts", e * share.rows * share.hidden, 2)
     back = gathered("tokens", whole) + rows + summed(share.matrices - 1)
     return LayerTraffic(routing + taken + rows + summed(1), back, taken + rows + summed(1) if again else ())
 
