@@ -28,10 +28,10 @@ from megacore.errors import ConfigError, UserError
 from megacore.models.outline import ModelLayer, outline
 from megacore.pipeline.simulator import Costs
 from megacore.pipeline.trace_file import read_trace
-from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.cluster import CLUSTERS, FIELDS, Cluster, cluster_named, to_toml
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps, quantile
-from megacore.plan.plan_json import REPORT, described
+from megacore.plan.plan_json import described
 from megacore.plan.planner import Figure, Origin, scheduled
 from megacore.plan.roofline import Collective, transfer_seconds
 from megacore.plan.row_fit import Vector, solve
@@ -462,5 +462,5 @@ def _numbers(fit: Calibration) -> Iterator[tuple[str, tuple[str, Origin]]]:
     yield "cores", ("cores", "exact")
     yield "memory_bytes", ("bytes", "exact")
     origins: dict[str, Origin] = {"fitted": "fitted", "links": links, "machine": machine, "base": before}
-    for name, (unit, changed_by) in REPORT["cluster_file"].items():
-        yield name, (unit, origins[changed_by])
+    for name, field in FIELDS.items():
+        yield name, (field["unit"], origins[field["by"]])

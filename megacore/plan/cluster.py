@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import tomli_w
 
@@ -159,29 +159,9 @@ def cluster_named(name: str) -> Cluster:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _Number(NamedTuple):
-    """A number of a cluster file: what it is, and from and to which it is one of a machine, now or in some decades.
-    Beyond them a unit was mistaken."""
-
-    meaning: str
-    low: float
-    high: float
-
-
-_NUMBERS = {
-    "memory_gb": _Number("capacity of a device", 1e-3, 1e6),
-    "memory_bandwidth_gb_s": _Number("of a device's memory", 1e-6, 1e6),
-    "gpus_per_node": _Number("devices of a node", 1, 1e5),
-    "node_bandwidth_gb_s": _Number("between devices of a node, one direction", 1e-6, 1e6),
-    "node_latency_us": _Number("of a message in a node", 0, 1e7),
-    "nics_per_node": _Number("network cards of a node", 1, 1e5),
-    "nic_bandwidth_gb_s": _Number("of one network card, one direction", 1e-6, 1e6),
-    "network_latency_us": _Number("of a message between nodes", 0, 1e7),
-    "host_link_gb_s": _Number("between a device and host memory, one direction", 1e-6, 1e6),
-    "host_memory_gb_s": _Number("of a node's host memory", 1e-6, 1e6),
-    "host_memory_gb": _Number("capacity of a node's host memory", 1e-3, 1e6),
-    "price_per_hour": _Number("USD per device", 0, 1e6),
-}
+FIELDS = tomllib.loads(Path(__file__).with_name("cluster_file.toml").read_text(encoding="utf-8"))
+"""The fields of a cluster file with numbers."""
+_NUMBERS = {name: field for name, field in FIELDS.items() if "meaning" in field}
 _RANGES = {
     "products": "product_efficiency",
     "attention": "attention_efficiency",
@@ -473,10 +453,10 @@ def _number(
             return fields_of(base).get(name)
         if name in _USUAL:
             return _USUAL[name]
-        problems.append(f'{path}: {name} is missing ({_NUMBERS[name].meaning}): give it, or based_on = "a100-80g"')
+        problems.append(f'{path}: {name} is missing ({_NUMBERS[name]["meaning"]}): give it, or based_on = "a100-80g"')
         return None
     value = table[name]
-    low, high = _NUMBERS[name].low, _NUMBERS[name].high
+    low, high = _NUMBERS[name]["low"], _NUMBERS[name]["high"]
     whole = name in ("gpus_per_node", "nics_per_node")
     bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
     if bad or not low <= value <= high:
