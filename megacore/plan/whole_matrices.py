@@ -122,9 +122,9 @@ def directions(config: ResolvedConfig, chunk: Sequence[ModelLayer]) -> Direction
     matrices = [matrix for _, matrix in of_chunk(config, chunk, on_cpu=False)]
     joined = sum(m.size for m in matrices if is_cut and m.is_cut and not m.of_expert) / shards
     joined += sum(m.size for m in matrices if is_expert_cut and m.of_expert) / copies
-    if zero_stage(config) > 0:
+    if zero_stage(config) > 0 or shards == copies == 1:
         return Directions(joined=joined)
-    buckets = list(_all_buckets(config, chunk, on_cpu=False, shards=shards, copies=copies))
+    buckets = list(update_buckets(config, chunk, on_cpu=False))
     return Directions(
         gathered=sum(bucket.size for bucket in buckets if not bucket.of_experts) if shards > 1 else 0,
         of_experts=sum(bucket.size for bucket in buckets if bucket.of_experts) if copies > 1 else 0,
@@ -217,7 +217,7 @@ def update_buckets(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cp
         return
     for kind, ranks in ((False, shards), (True, copies)):
         alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == kind)
-        yield from _buckets(alike, ranks, limit, divides=True)
+        yield from _buckets(alike, ranks, limit)
 
 
 def _layer_buckets(
@@ -301,19 +301,6 @@ def of_chunk(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: boo
     ]
 
 
-def _all_buckets(
-    config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool, shards: int, copies: int
-) -> Iterator[_Bucket]:
-    """Those of matrices that all replicas hold, and those of experts that some of them hold."""
-    (held,) = held_by_layer([chunk])
-    limit = _bucket_bytes(config, held)
-    matrices = of_chunk(config, chunk, on_cpu=on_cpu)
-    for of_experts, ranks in ((False, shards), (True, copies)):
-        if ranks > 1 or not of_experts:
-            alike = tuple(matrix for _, matrix in matrices if matrix.of_expert == of_experts)
-            yield from _buckets(alike, ranks, limit, divides=ranks > 1)
-
-
 class Product(NamedTuple):
     """Matrices of one shape that are computed together."""
 
@@ -359,20 +346,17 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same ones with other batches and recomputation
-def _buckets(matrices: tuple[Matrix, ...], shards: int, limit: int, *, divides: bool) -> tuple[_Bucket, ...]:
+def _buckets(matrices: tuple[Matrix, ...], shards: int, limit: int) -> tuple[_Bucket, ...]:
     """The buckets of matrices over so many shards.
 
     Args:
         matrices: the last used first.
         shards: number of shards.
         limit: bytes of a bucket in a small replica group.
-        divides: whether there are several.
     """
     aligned = [_aligned(matrix) for matrix in matrices]
     joined = {number for number, matrix in enumerate(matrices) if matrix.is_joined}
-    ends = [len(matrices)] if matrices else []
-    if divides:
-        ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
+    ends = bucket_ends(aligned, shards, least=grown(limit, shards) // 4, joined=joined)
     return tuple(_bucket(matrices[begin:end], shards) for begin, end in pairwise([0, *ends]))
 
 
