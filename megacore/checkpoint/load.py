@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.errors import ERROR_KINDS
+from megacore.checkpoint.compression_state import ERROR_KINDS
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState

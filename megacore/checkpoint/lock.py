@@ -13,7 +13,8 @@ import uuid
 from pathlib import Path
 
 from megacore.errors import UserError
-from megacore.files import read_bounded, take_lock
+from megacore.files import take_lock
+from megacore.safe_json import read_json
 
 LOCK_NAME = "writer.lock"
 # A killed run's data workers hold its files open for a moment longer, and a launcher restarts at once.
@@ -82,7 +83,7 @@ class WriterLock:
 
     def _holder(self) -> str:
         try:
-            said = json.loads(read_bounded(self.path, _MOST_BYTES))
+            said = read_json(self.path, _MOST_BYTES)
             return f"pid {int(said['pid'])} on {said['host']!s:.64}"
         except (OSError, ValueError, KeyError, TypeError):
             return "it does not say which"
@@ -102,7 +103,7 @@ def lock_again(output_dir: Path) -> WriterLock | None:
         OSError: the directory cannot be written.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads(read_bounded(output_dir / LOCK_NAME, _MOST_BYTES))
+        said = read_json(output_dir / LOCK_NAME, _MOST_BYTES)
         if (said["pid"], said["host"]) == (os.getpid(), socket.gethostname()):
             return None
     return WriterLock(output_dir)
@@ -120,7 +121,7 @@ def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
     while True:
         try:
             os.listdir(output_dir)  # asks a network file system anew
-            if json.loads(read_bounded(output_dir / LOCK_NAME, _MOST_BYTES))["token"] == token:
+            if read_json(output_dir / LOCK_NAME, _MOST_BYTES)["token"] == token:
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             pass

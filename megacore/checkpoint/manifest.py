@@ -28,11 +28,11 @@ from megacore.checkpoint.directory import (
     step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
-from megacore.checkpoint.small_json import without_duplicates
 from megacore.config import Config, ExpertsConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 from megacore.remote import L, Location
+from megacore.safe_json import parse_json
 
 __all__ = [
     "MANIFEST_NAME",
@@ -247,7 +247,7 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = json.loads(_unsealed(_read(path) if text is None else text), object_pairs_hook=without_duplicates)
+        raw = parse_json(_unsealed(_read(path) if text is None else text))
         schema = _take(raw, "schema", int)
         if schema not in (SCHEMA, _SCHEMA_OF_BLOCKS):
             raise CheckpointError(
@@ -274,7 +274,7 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{_missing(directory)}: the checkpoint is incomplete") from None
-    except (OSError, ValueError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -289,7 +289,7 @@ def marked_in_doubt(directory: Location) -> str:
         CheckpointError: there is none, or it could not be read again.
     """
     read_manifest(directory)
-    raw = json.loads(_read(directory / MANIFEST_NAME))
+    raw = parse_json(_read(directory / MANIFEST_NAME))
     raw["counters"]["in_doubt"] = 1
     text = sealed(raw)
     read_manifest(directory, text.encode())
@@ -308,8 +308,8 @@ def _unsealed(text: bytes) -> bytes:
     head = HEAD.match(text)
     if head is None:
         try:
-            schema = json.loads(text)["schema"] if len(text) < 1 << 20 else None
-        except (ValueError, TypeError, KeyError, RecursionError):
+            schema = parse_json(text)["schema"] if len(text) < 1 << 20 else None
+        except (ValueError, TypeError, KeyError):
             schema = None
         older = "it is of schema 1, which this version does not read" if schema == 1 else "its first line is damaged"
         raise ValueError(older)

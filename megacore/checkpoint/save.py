@@ -5,13 +5,16 @@ directory, copy the state, write the shards, publish. Whatever exception one ran
 StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
 --async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
 where they meet anyway, so that a slow or failing disk holds up no collective. A checkpoint is complete under its name
-or does not exist, and of an existing one only the manifest is ever replaced (`doubt`). runs.py writes it, into
+or does not exist, and of an existing one only the manifest is ever replaced (`doubt`). storage.py writes it, into
 a directory or an object store.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +35,15 @@ from megacore.checkpoint.manifest import (
     schema_of,
     sections_as_dicts,
 )
-from megacore.checkpoint.runs import run_at
 from megacore.checkpoint.state import MODEL, TrainingState
-from megacore.checkpoint.storage import write_tensors
-from megacore.checkpoint.work import Work, described
+from megacore.checkpoint.storage import LocalRun, RemoteRun, write_tensors
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
-from megacore.errors import CheckpointError, StorageError
+from megacore.errors import CheckpointError, PeerFailed, StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, ReplicaRole
 from megacore.progress import Progress
-from megacore.remote import Location
+from megacore.remote import Location, RemotePath, location
 
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
@@ -79,6 +80,63 @@ class Marked:
     problems: tuple[str, ...] = ()
 
 
+class Work:
+    """A part of a save that this rank does by itself, now or in a thread.
+
+    Nothing that the part raises escapes: the ranks agree on the outcome, and one that left by itself would leave the
+    others waiting in a collective.
+
+    Attributes:
+        result: what the part returned.
+        problem: why it failed, or None; empty where it failed only because another rank did.
+    """
+
+    def __init__(self, do: Callable[[], Any] | None, path: Location, *, background: bool) -> None:
+        self.result: Any = None
+        self.problem: str | None = None
+        self._do, self._path = do, path
+        self._thread: threading.Thread | None = None
+        if do is not None and background:
+            thread = threading.Thread(target=self._run, name="save", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:  # the system gives no more threads
+                self.problem, self._do = described(error, path), None
+        elif do is not None:
+            self._run()
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def join(self, seconds: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        assert self._do is not None
+        try:
+            self.result = self._do()
+        except PeerFailed:
+            self.problem = ""
+        except Exception as error:
+            self.problem = described(error, self._path)
+        finally:
+            self._do = None  # and with it the state that it holds
+
+
+def described(error: Exception, path: Location) -> str:
+    """An exception in one line; one that nobody foresaw with its type and the line of code that raised it."""
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: {error.strerror or error}"
+    if isinstance(error, UserError | StorageError):
+        return f"{path}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{path}: {type(error).__name__}: {error}".removesuffix(": ") + where
+
+
 @dataclass(kw_only=True)
 class _Job:
     """A save under way; the same on every rank, but for `work`."""
@@ -101,7 +159,9 @@ class CheckpointSaver:
     """
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Location | None = None) -> None:
-        self._run, self._config, self._mesh = run_at(config.checkpoint_dir), config, mesh
+        path = location(config.checkpoint_dir)
+        self._run = RemoteRun(path) if isinstance(path, RemotePath) else LocalRun(path)
+        self._config, self._mesh = config, mesh
         self._background = config.checkpoint.async_save
         self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file
         self._protected = () if loaded is None else (loaded,)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.errors import NO_ERRORS, Errors, Read, errors_of, fill_errors
+from megacore.checkpoint.compression_state import NO_ERRORS, Errors, Read, errors_of, fill_errors
 from megacore.config.optimizers import StateKind
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none

@@ -1,4 +1,8 @@
-"""Files of a checkpoint: written durably, and published as a directory in one step.
+"""Where the checkpoints of a run are written: a directory, or a URL of an object store.
+
+Both publish a checkpoint in one step. In a directory that is the renaming of a finished one. An object store cannot
+rename: there the files lie under the checkpoint's name, marked as unfinished (directory.py), and its manifest, which is
+written last and whole, and has the digests of all other files and of itself, makes them a checkpoint.
 
 A shard is written and digested in one pass, each piece of it by two threads at once. `passing` names the points at
 which a save may be cut off: the tests end the process at each of them, and the next run must find its way.
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,10 +22,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, temporary_name
-from megacore.checkpoint.files import Digests, FileEntry, describe
+from megacore.checkpoint.directory import (
+    MANIFEST_NAME,
+    POINTER_NAME,
+    free_name,
+    is_unfinished,
+    mark,
+    marks,
+    remove,
+    sweep,
+    temporary_name,
+)
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY, Digests, FileEntry, describe
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
+from megacore.errors import StorageError
 from megacore.files import naming, sync, write_all
 from megacore.remote import Location, RemotePath
 
@@ -95,69 +111,155 @@ def _chunks(tensor: Tensor) -> list[memoryview]:
     return [memoryview(part.numpy()) for part in flat.split(_CHUNK)]
 
 
-def write_text(path: Path, text: str) -> FileEntry:
-    """Write one text file and make it durable."""
+class LocalRun:
+    """Checkpoints in a directory, each under a first name until it is published under its last one.
+
+    All ranks write files of tensors into an unfinished one (`write_tensors`); the rest is the first rank's.
+
+    Every method raises OSError for what cannot be written.
+
+    Args:
+        path: of the directory, which is made if it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, step: int) -> tuple[str, str]:
+        """Sweep away what a killed writer has left, and begin a checkpoint: its first name and its last."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        sweep(self.path)
+        final = free_name(self.path, step)
+        temporary = temporary_name(final)
+        (self.path / temporary).mkdir()
+        passing("begun")
+        return temporary, final
+
+    def write_tokenizer(self, name: str, save: Callable[[Path], None]) -> dict[str, FileEntry]:
+        """Add a tokenizer, which `save` writes into a directory, to an unfinished checkpoint: its files' entries."""
+        directory, files = self.path / name / TOKENIZER_DIRECTORY, {}
+        save(directory)
+        for path in sorted(path for path in directory.iterdir() if path.is_file()):
+            sync(path)
+            files[f"{TOKENIZER_DIRECTORY}/{path.name}"] = describe(path)
+        sync(directory)
+        return files
+
+    def publish(self, first: str, last: str, manifest: str) -> None:
+        """Add the manifest, and make the whole a checkpoint, in one step that survives a power failure.
+
+        Raises:
+            OSError: it cannot be renamed, or the name is taken.
+        """
+        temporary, final = self.path / first, self.path / last
+        _write_text(temporary / MANIFEST_NAME, manifest)
+        passing("manifest written")
+        sync(temporary)
+        passing("before the rename")
+        if os.path.lexists(final):
+            raise FileExistsError(None, "is there already, and a checkpoint is never overwritten", str(final))
+        temporary.rename(final)
+        sync(final.parent)
+        passing("renamed")
+
+    def point_to(self, name: str) -> None:
+        """Make the run's pointer name this checkpoint, in one step."""
+        self._replace(self.path / POINTER_NAME, f"{name}\n")
+        passing("pointer replaced")
+
+    def replace_manifest(self, name: str, manifest: str) -> None:
+        """Give a checkpoint another manifest, in one step."""
+        self._replace(self.path / name / MANIFEST_NAME, manifest)
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Replace a file; what is half written lies in the run's directory, where the next writer sweeps."""
+        temporary = self.path / temporary_name(POINTER_NAME)
+        try:
+            _write_text(temporary, text)
+            passing("replacement written")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+
+    def retire(self, name: str) -> None:
+        """Delete a checkpoint. It loses its name first, so that half of it is never taken for a whole one."""
+        doomed = self.path / temporary_name(name)
+        (self.path / name).rename(doomed)
+        passing("retiring")
+        for path in sorted(doomed.glob("*.safetensors"))[:1]:
+            path.unlink()
+        passing("half retired")
+        shutil.rmtree(doomed)
+
+    def discard(self, name: str) -> None:
+        """Remove an unfinished checkpoint, as far as that is possible: it would take a full disk's last space."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
     with naming(path):
         path.write_text(text, encoding="utf-8")
-        return seal(path)
+        sync(path)
 
 
-def seal(path: Path) -> FileEntry:
-    """Flush a file to the disk, and describe it."""
-    sync(path)
-    return describe(path)
+class RemoteRun:
+    """Checkpoints in an object store, as of `LocalRun`.
 
-
-def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name, which nothing has yet, in one step that survives a power failure.
-
-    Raises:
-        OSError: it cannot be renamed, or the name is taken.
+    Args:
+        path: where they are.
     """
-    sync(temporary)
-    passing("before the rename")
-    if os.path.lexists(final):
-        raise FileExistsError(None, "is there already, and a checkpoint is never overwritten", str(final))
-    temporary.rename(final)
-    sync(final.parent)
-    passing("renamed")
 
+    def __init__(self, path: RemotePath) -> None:
+        self.path = path
 
-def point_to(directory: Path) -> None:
-    """Make the run's pointer name this checkpoint, in one step."""
-    _replace(directory.parent / POINTER_NAME, f"{directory.name}\n", directory.parent)
-    passing("pointer replaced")
+    def begin(self, step: int) -> tuple[str, str]:
+        sweep(self.path)
+        name = free_name(self.path, step)
+        mark(self.path / name)
+        passing("begun")
+        return name, name
 
+    def write_tokenizer(self, name: str, save: Callable[[Path], None]) -> dict[str, FileEntry]:
+        files = {}
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch) / TOKENIZER_DIRECTORY
+            save(directory)
+            for path in sorted(path for path in directory.iterdir() if path.is_file()):
+                file = f"{TOKENIZER_DIRECTORY}/{path.name}"
+                (self.path / name / file).write_bytes(path.read_bytes())
+                files[file] = describe(path)
+        return files
 
-def replace_manifest(directory: Path, manifest: str) -> None:
-    """Give a checkpoint another manifest, in one step."""
-    _replace(directory / MANIFEST_NAME, manifest, directory.parent)
+    def publish(self, first: str, last: str, manifest: str) -> None:
+        directory = self.path / last
+        passing("before the rename")
+        found = marks(directory)
+        if not found:  # the next writer's sweep has taken the files, too
+            raise StorageError("another run has removed this unfinished checkpoint: give each run a --save of its own")
+        (directory / MANIFEST_NAME).write_bytes(manifest.encode())
+        passing("manifest written")
+        for one in found:
+            with contextlib.suppress(OSError):  # the next writer's sweep does it
+                one.unlink(missing_ok=True)
+        passing("renamed")
 
+    def point_to(self, name: str) -> None:
+        (self.path / POINTER_NAME).write_bytes(f"{name}\n".encode())
+        passing("pointer replaced")
 
-def _replace(path: Path, text: str, run: Path) -> None:
-    """Replace a file of a run; what is half written lies in the run's directory, where the next writer sweeps."""
-    temporary = run / temporary_name(POINTER_NAME)
-    try:
-        write_text(temporary, text)
-        passing("replacement written")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    def replace_manifest(self, name: str, manifest: str) -> None:
+        (self.path / name / MANIFEST_NAME).write_bytes(manifest.encode())
 
+    def retire(self, name: str) -> None:
+        mark(self.path / name)
+        passing("retiring")
+        (self.path / name / MANIFEST_NAME).unlink(missing_ok=True)
+        passing("half retired")
+        remove(self.path / name)
 
-def retire(directory: Path) -> None:
-    """Delete a checkpoint. It loses its name first, so that half of it is never taken for a whole one."""
-    doomed = directory.with_name(temporary_name(directory.name))
-    directory.rename(doomed)
-    passing("retiring")
-    for path in sorted(doomed.glob("*.safetensors"))[:1]:
-        path.unlink()
-    passing("half retired")
-    shutil.rmtree(doomed)
-
-
-def discard(temporary: Path) -> None:
-    """Remove an unfinished checkpoint, as far as that is possible: it would take a full disk's last space."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(temporary, ignore_errors=True)
+    def discard(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            if is_unfinished(self.path / name):
+                remove(self.path / name)

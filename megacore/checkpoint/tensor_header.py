@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.checkpoint.small_json import parse_object
 from megacore.errors import CheckpointError
 from megacore.remote import Location
+from megacore.safe_json import parse_object
 
 # Bytes of an element by the format's names.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.small_json import read_object
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config.messages import did_you_mean
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
+from megacore.safe_json import read_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import verify
-from megacore.checkpoint.small_json import read_object
 from megacore.config.experts import differing_experts
 from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
@@ -37,6 +36,7 @@ from megacore.convert.special_tokens import generation_config, special_ids
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family, same_bert
+from megacore.safe_json import read_object
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 

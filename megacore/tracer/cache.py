@@ -25,10 +25,11 @@ import megacore
 from megacore.config import ResolvedConfig
 from megacore.config.activations import BUILT_IN
 from megacore.errors import UserError
-from megacore.files import cache_home, read_bounded, replace_bytes
+from megacore.files import cache_home, replace_bytes
 from megacore.parallel.processors import available_cores
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
+from megacore.safe_json import read_json
 from megacore.tracer.step_memory import Pass, Passage, StepProfile, microbatches_that_run
 
 _LARGEST = 2**24
@@ -156,9 +157,9 @@ def _read(path: Path | None) -> StepProfile | None:
     if path is None:
         return None
     try:
-        read = json.loads(read_bounded(path, _LARGEST))
+        read = read_json(path, _LARGEST)
         return _from_json(read["profile"]) if read["digest"] == _digest(read["profile"]) else None
-    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError):
         return None
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.bert import ResolvedBertConfig
-from megacore.data.bert.dataset import BertBatch
+from megacore.data import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import InitialWeights, RandomWeights

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megacore.checkpoint.save import Saved
+from megacore.checkpoint import Saved
 from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import Mesh
 from megacore.train.parallelize import ParallelModel

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from megacore.config.messages import ranks_in_words
-from megacore.data.gpt.blend import KnowsDocuments
+from megacore.data import KnowsDocuments
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, Culprit, NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of

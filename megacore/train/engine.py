@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megacore.checkpoint.save import CheckpointSaver
+from megacore.checkpoint import CheckpointSaver
 from megacore.config import (
     AverageConfig,
     LoggingConfig,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
+from megacore.data import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
 from megacore.models.flops import flops_per_sequence
 from megacore.models.gpt import gpt_layers

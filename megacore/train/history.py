@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.save import Saved
+from megacore.checkpoint import Saved
 from megacore.files import GrowingFile
 from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Run

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from megacore.checkpoint.choose import choose_checkpoint
-from megacore.checkpoint.directory import published, sweep
-from megacore.checkpoint.lock import WriterLock, sees_lock
+from megacore.checkpoint import WriterLock, choose_checkpoint, published, sees_lock, sweep
 from megacore.config import ResolvedConfig
 from megacore.config.cli import save_toml
 from megacore.config.messages import ranks_in_words

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.save import Saved
+from megacore.checkpoint import Saved
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import SilentCorruption
 from megacore.optim.optimizer import Optimizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint import Manifest
 from megacore.config import ResolvedConfig
 from megacore.errors import TrainingDiverged
 

@@ -22,15 +22,13 @@ from typing import Any
 import torch
 
 import megacore
-from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint import MANIFEST_NAME
 from megacore.config import ResolvedConfig, sections_of
 from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
 from megacore.config.messages import ranks_in_words
-from megacore.data.gpt.build import tokenizer_of
-from megacore.data.indexed.fetching import local_prefix
-from megacore.data.indexed.reader import bin_path, idx_path
+from megacore.data import bin_path, idx_path, local_prefix, tokenizer_of
 from megacore.errors import ConfigError, DataError
 from megacore.models.outline import ModelLayer
 from megacore.parallel.collectives import all_gather_objects

@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
-from megacore.checkpoint.manifest import IN_DOUBT
-from megacore.checkpoint.save import CheckpointSaver, Saved
-from megacore.checkpoint.state import TrainingState
+from megacore.checkpoint import IN_DOUBT, CheckpointSaver, Saved, TrainingState
 from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.heartbeat import Phase, section

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.lock import WriterLock, lock_again
-from megacore.checkpoint.save import Saved
+from megacore.checkpoint import Saved, WriterLock, lock_again
 from megacore.errors import OutputClosed, StorageError, UserError
 from megacore.files import GrowingFile, read_bounded, replace_bytes
 from megacore.progress import Bars, Progress

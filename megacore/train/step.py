@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.load import load_checkpoint, read_together
-from megacore.checkpoint.manifest import Manifest
-from megacore.checkpoint.state import TrainingState
+from megacore.checkpoint import Manifest, TrainingState, load_checkpoint, read_together
 from megacore.config import OptimizerConfig, ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped

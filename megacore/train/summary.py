@@ -14,7 +14,7 @@ from megacore.config.logits import loss_chunks
 from megacore.config.messages import counted
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
-from megacore.data.gpt.packing import Packing
+from megacore.data import Packing
 from megacore.models.flops import blocks_of
 from megacore.models.size import active_parameters, block_parameters
 from megacore.models.spec import LayerSpec

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.batch import Batch
-from megacore.data.loading.loader import Microbatch
+from megacore.data import Batch, Microbatch
 from megacore.models.spec import LayerSpec
 from megacore.ops import summed_cross_entropy
 from megacore.parallel.compiled import alias, compile_function

@@ -14,15 +14,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.check import changed_settings
-from megacore.checkpoint.manifest import Manifest, read_manifest
-from megacore.checkpoint.state import TrainingState
+from megacore.checkpoint import Manifest, TrainingState, changed_settings, read_manifest
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
-from megacore.data.gpt.blend import NamedSets, SampleDataset
-from megacore.data.gpt.packing import KnowsPacking
-from megacore.data.loading.batch import Batch
-from megacore.data.loading.loader import BatchLoader, DeviceLoader
+from megacore.data import Batch, BatchLoader, DeviceLoader, KnowsPacking, NamedSets, SampleDataset
 from megacore.errors import TrainingDiverged
 from megacore.models.flops import CONVENTION
 from megacore.parallel.heartbeat import Phase, section

@@ -65,10 +65,10 @@ def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
 # Losses are NaN from the fourth step on, on a disk where a manifest is slow to replace.
 DIVERGING = """
 import math, time
-from megacore.checkpoint import storage
+from megacore.checkpoint.storage import LocalRun
 from megacore.train.gpt_task import GPTTask
 
-replace, loss, computed = storage.replace_manifest, GPTTask.loss, []
+replace, loss, computed = LocalRun.replace_manifest, GPTTask.loss, []
 
 def slowly(*given):
     time.sleep(2.0)
@@ -78,7 +78,7 @@ def diverging(*given):
     computed.append(1)
     return loss(*given) * (math.nan if len(computed) > 3 else 1.0)
 
-storage.replace_manifest, GPTTask.loss = slowly, diverging
+LocalRun.replace_manifest, GPTTask.loss = slowly, diverging
 """
 
 

@@ -12,9 +12,9 @@ import torch
 from megacore.checkpoint import save as save_module
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import published, step_of
-from megacore.checkpoint.runs import LocalRun
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
+from megacore.checkpoint.storage import LocalRun
 from megacore.errors import StorageError
 from megacore.parallel.mesh import ALONE, build_mesh
 from tests.distributed import run_distributed

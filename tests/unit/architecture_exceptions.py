@@ -25,7 +25,7 @@ LATE_IMPORTS = {
     ("megacore/drawing/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
-    ("megacore/data/indexed/parquet.py", "pyarrow.parquet"): "optional, and only Parquet files need it",
+    ("megacore/data/indexed/corpus.py", "pyarrow.parquet"): "optional, and only Parquet files need it",
     ("megacore/data/tokenizers/fast_bpe.py", "tiktoken"): "optional, and only a large input is worth its proof",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",
     ("megacore/data/tokenizers/chat_template.py", "transformers"): "optional: only a chat template needs it",

@@ -13,8 +13,8 @@ from megacore.config import DataConfig, ModelConfig, TrainingConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.bert.dataset import BertDataset
-from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.mock import MOCK_TOKENS
+from megacore.data.bert.text import BertText
 from megacore.data.gpt.build import InputErrors, vocabulary_size
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.tokenizers.tokenizer import load_tokenizer
@@ -59,18 +59,19 @@ def refused(made: ResolvedBertConfig) -> tuple[str, ...]:
 
 def test_the_style_and_the_task_decide_the_layout(tmp_path: Path) -> None:
     prefix = write(tmp_path, "wordpiece", "d", LINES)
-    ways: list[tuple[dict[str, Any], type]] = [
-        ({}, PairText),
-        ({"sentence_task": "sop"}, PairText),
-        ({"sentence_task": "none"}, SegmentText),
-        ({"bert_style": "modern", "whole_word_masking": True, "max_ngram": 3}, PackedText),
+    ways: list[tuple[dict[str, Any], str]] = [
+        ({}, "nsp"),
+        ({"sentence_task": "sop"}, "sop"),
+        ({"sentence_task": "none"}, "none"),
+        ({"bert_style": "modern", "whole_word_masking": True, "max_ngram": 3}, "packed"),
     ]
     for bert, kind in ways:
         made = config(tmp_path, prefix, **bert)
         check_bert_inputs(made)
         train, valid = build_bert_datasets(made)
         assert isinstance(train, BertDataset)
-        assert isinstance(train.text, kind)
+        assert isinstance(train.text, BertText)
+        assert train.text.kind == kind
         assert valid is not None
         assert (len(train), len(valid)) == (40, 8)
         assert train.masking.prob == (0.3 if bert.get("bert_style") else 0.15)

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data.bert.chunks import paired_documents, sentence_chunks
 from megacore.data.bert.dataset import BertDataset
-from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.masking import Masking, SpecialTokens
-from megacore.data.bert.text import Shape, Split
+from megacore.data.bert.text import BertText, Shape, Split, paired_documents, sentence_chunks
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
 from tests.unit import data_bytes
@@ -52,10 +50,8 @@ def dataset(
     split = Split(indexed=indexed, documents=documents, num_samples=num_samples, seed=seed, cache_dir=cache_dir)
     drawn: dict[str, Any] = {"short_seq_prob": short, "mark_sentences": True}
     shape = Shape(seq_length=seq_length, special=TOKENS, vocab_size=vocab_size, **drawn)
-    if task in ("nsp", "sop"):
-        text: Any = PairText(split, shape, swap=task == "sop")
-    else:
-        text = (SegmentText if task == "none" else PackedText)(split, shape)
+    kind: Any = task
+    text = BertText(split, shape, kind)
     special = np.arange(VOCAB) < FIRST
     masking = Masking(prob=0.15, mask=MASK, special=special, ordinary=np.flatnonzero(~special))
     return BertDataset(text, masking, num_samples=num_samples, seq_length=seq_length, pad=PAD, seed=seed, stream=stream)
@@ -188,7 +184,7 @@ def test_packed_samples_are_the_stream_of_the_documents_without_waste(tmp_path: 
     }
     made = dataset(indexed, "packed", seq_length=10, num_samples=40)
     text = made.text
-    assert isinstance(text, PackedText)
+    assert isinstance(text, BertText)
     order = text._arrays["document_index"].tolist()
     stream = list(itertools.chain(*(units[d] for d in order)))
     numbers = list(itertools.chain(*([place] * len(units[d]) for place, d in enumerate(order))))

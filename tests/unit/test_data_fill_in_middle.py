@@ -15,8 +15,8 @@ from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megacore.data.gpt.build import InputErrors, build_datasets, check_inputs, vocabulary_size
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.fill_in_middle import KNOWN_SENTINELS, FillInTheMiddle, Sentinels, sentinels_of
-from megacore.data.indexed.loss_mask import loss_mask_prefix
 from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sidecar import loss_mask_prefix
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit import data_bytes

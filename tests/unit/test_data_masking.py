@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megacore.data.bert.masking import Masking, draw_spans
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_marks import word_starts
+from megacore.data.tokenizers.vocabulary import word_starts
 
 VOCAB, MASK = 1000, 4
 SPECIAL = np.arange(VOCAB) < 5

@@ -14,8 +14,8 @@ import pytest
 
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.packing import PackedDataset, best_fit_decreasing
-from megacore.data.indexed.loss_mask import loss_mask_prefix
 from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sidecar import loss_mask_prefix
 from megacore.errors import DataError
 from tests.unit import data_bytes
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megacore.data.gpt.packing import PackedDataset
-from megacore.data.indexed.loss_mask import is_predicted, loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sidecar import is_predicted, loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.writer import merge
 from megacore.data.tokenizers import bounded, chat_template
 from megacore.data.tokenizers.chat_template import Passage, PlainTemplate, TokenizerTemplate, load_template

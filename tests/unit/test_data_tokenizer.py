@@ -20,8 +20,7 @@ from megacore.data.tokenizers.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
-from megacore.data.tokenizers.wordpiece import WORDPIECE_TOKENS
+from megacore.data.tokenizers.training import WORDPIECE_TOKENS, TokenizerKind, train_tokenizer
 from megacore.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

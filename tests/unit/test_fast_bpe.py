@@ -13,11 +13,12 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from megacore.data.indexed.preprocess import Job, preprocess
-from megacore.data.tokenizers import fast_bpe, word_table
+from megacore.data.tokenizers import fast_bpe
+from megacore.data.tokenizers import words as word_table
 from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
-from megacore.data.tokenizers.word_division import GPT2, LLAMA3, QWEN2, Division, WordFinder
+from megacore.data.tokenizers.words import GPT2, LLAMA3, QWEN2, Division
 from tests.unit import data_bytes
 
 UNKNOWN = LLAMA3.pattern.replace("{1,3}", "{1,2}")
@@ -211,7 +212,7 @@ def words(texts: list[str], division: Division) -> list[list[str]]:
     encoded = [text.encode() for text in texts]
     bounds = np.cumsum([0, *map(len, encoded)])
     data = b"".join(encoded)
-    begins = WordFinder(division).begins(data, bounds).tolist()
+    begins = division.begins(data, bounds).tolist()
     ends = [[*(place for place in begins if first <= place < end), end] for first, end in pairwise(bounds.tolist())]
     return [[data[begin:end].decode() for begin, end in pairwise(cuts)] for cuts in ends]
 

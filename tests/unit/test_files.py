@@ -15,7 +15,6 @@ import pytest
 
 from megacore.checkpoint.directory import pointed_to
 from megacore.checkpoint.lock import WriterLock, sees_lock
-from megacore.checkpoint.small_json import read_object
 from megacore.convert.publish import published
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
@@ -26,6 +25,7 @@ from megacore.files import (
     replacing,
     take_lock,
 )
+from megacore.safe_json import read_object
 from megacore.train.sinks import _keep_until as keep_until
 from tests.patience import patience
 

@@ -24,7 +24,7 @@ from megacore.checkpoint.directory import (
 )
 from megacore.checkpoint.lock import WriterLock
 from megacore.checkpoint.manifest import Manifest, read_manifest
-from megacore.checkpoint.storage import point_to, publish, retire
+from megacore.checkpoint.storage import LocalRun
 from megacore.errors import CheckpointError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -96,10 +96,11 @@ def test_a_name_that_is_taken_is_never_given_again(tmp_path: Path) -> None:
     assert free_name(tmp_path, 4) == "step_00000004.2"
     temporary = checkpoint(tmp_path, temporary_name(final.name), 2)
     before = (final / "manifest.json").read_bytes()
+    manifest = (temporary / "manifest.json").read_text()
     with pytest.raises(FileExistsError):
-        publish(temporary, final)
+        LocalRun(tmp_path).publish(temporary.name, final.name, manifest)
     assert (final / "manifest.json").read_bytes() == before
-    publish(temporary, final.with_name("step_00000004.2"))
+    LocalRun(tmp_path).publish(temporary.name, "step_00000004.2", manifest)
     assert free_name(tmp_path, 4) == "step_00000004.3"
 
 
@@ -134,7 +135,7 @@ def test_retention(tmp_path: Path, last: int | None, every: int | None, protecte
     found = expired(tmp_path, keep_last=last, keep_every=every, protected=kept)
     assert [step_of(path) for path in found] == gone
     for path in found:
-        retire(path)
+        LocalRun(tmp_path).retire(path.name)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         {p.name for p in paths.values()} - {p.name for p in found}
     )
@@ -142,7 +143,7 @@ def test_retention(tmp_path: Path, last: int | None, every: int | None, protecte
 
 def test_a_pointer_names_the_last_and_is_believed_only_where_it_can_be(tmp_path: Path) -> None:
     assert pointed_to(tmp_path) is None
-    point_to(checkpoint(tmp_path, "step_00000001", 1))
+    LocalRun(tmp_path).point_to(checkpoint(tmp_path, "step_00000001", 1).name)
     assert pointed_to(tmp_path) == tmp_path / "step_00000001"
     for text in ("../elsewhere", "step_00000002", "/etc", ""):
         (tmp_path / "latest").write_text(text)

@@ -7,12 +7,10 @@ from __future__ import annotations
 import logging
 
 from megacore.config.bert import ResolvedBertConfig
-from megacore.data.bert.chunks import paired_documents
 from megacore.data.bert.dataset import BertDataset
-from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.masking import Masking, SpecialTokens, make_masking, special_tokens
 from megacore.data.bert.mock import MOCK_TOKENS, MockBertText, mock_masking
-from megacore.data.bert.text import BertText, Shape, Split
+from megacore.data.bert.text import BertText, Shape, Split, paired_documents
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.gpt.build import (
     Datasets,
@@ -53,7 +51,13 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
         try:
             indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
             _check_sentences(config, indexed)
-            _note_ends(indexed)
+            sidecar = read_sidecar(indexed)
+            if sidecar is not None and sidecar.append_eod:
+                _LOG.warning(
+                    "%s was made with --append-eod: each document ends with that token in its samples, which have "
+                    "[SEP] already: better preprocess it without --append-eod",
+                    indexed.prefix,
+                )
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -82,7 +86,7 @@ def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None
         vocab_size=vocab_size,
     )
 
-    def masked(text: BertText, num_samples: int, stream: int) -> BertDataset:
+    def masked(text: BertText | MockBertText, num_samples: int, stream: int) -> BertDataset:
         return BertDataset(
             text,
             masking,
@@ -112,18 +116,10 @@ def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None
             seed=config.training.seed,
             cache_dir=cache_dir(config, part.indexed),
         )
-        return masked(_text(config, split, shape), num_samples, 2 * part.number + part.stream)
+        text = BertText(split, shape, "packed" if section.packed else section.sentence_task)
+        return masked(text, num_samples, 2 * part.number + part.stream)
 
     return datasets_of(config, train_samples, mock, dataset)
-
-
-def _text(config: ResolvedBertConfig, split: Split, shape: Shape) -> BertText:
-    section = config.bert
-    if section.packed:
-        return PackedText(split, shape)
-    if section.sentence_task == "none":
-        return SegmentText(split, shape)
-    return PairText(split, shape, swap=section.sentence_task == "sop")
 
 
 def _masking(config: ResolvedBertConfig, vocab_size: int) -> tuple[SpecialTokens, Masking]:
@@ -147,16 +143,6 @@ def _masking(config: ResolvedBertConfig, vocab_size: int) -> tuple[SpecialTokens
         max_ngram=section.max_ngram,
     )
     return special_tokens(tokenizer, source), masking
-
-
-def _note_ends(indexed: IndexedDataset) -> None:
-    sidecar = read_sidecar(indexed)
-    if sidecar is not None and sidecar.append_eod:
-        _LOG.warning(
-            "%s was made with --append-eod: each document ends with that token in its samples, which have [SEP] "
-            "already: better preprocess it without --append-eod",
-            indexed.prefix,
-        )
 
 
 def _check_sentences(config: ResolvedBertConfig, indexed: IndexedDataset) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.bert.masking import Masking
+from megacore.data.bert.mock import MockBertText
 from megacore.data.bert.text import BertText
-from megacore.data.gpt.blend import KnowsDocuments
 from megacore.data.loading.batch import Batch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class BertDataset:
 
     def __init__(
         self,
-        text: BertText,
+        text: BertText | MockBertText,
         masking: Masking,
         *,
         num_samples: int,
@@ -98,7 +98,7 @@ class BertDataset:
 
     def documents_of(self, index: int) -> str:
         """The documents of sample `index`, where the text knows them."""
-        return self.text.documents_of(index) if isinstance(self.text, KnowsDocuments) else "generated text"
+        return self.text.documents_of(index) if isinstance(self.text, BertText) else "generated text"
 
     def _padded(self, values: NDArray, filling: int) -> NDArray:
         """[s]: the values, then padding."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megacore.data.bert.masking import Masking, SpecialTokens
-from megacore.data.bert.text import NO_LABEL, Layout
+from megacore.data.bert.text import Layout, joined
 from megacore.data.gpt.mock import cycle, walk
 from megacore.errors import DataError
 
@@ -47,14 +47,14 @@ class MockBertText:
             room = int(rng.integers(ends - 1, room + 1))
         text = walk(self._cycle, room, rng)
         if ends == 2:
-            return _layout([text])
+            return joined(MOCK_TOKENS, [text], None)
         cut, label = int(rng.integers(1, room)), int(rng.random() < 0.5)
         a, b = text[:cut], text[cut:]
         if label and self._task == "sop":
             a, b = b, a
         elif label:
             b = walk(self._cycle, room - cut, rng)
-        return _layout([a, b], label)
+        return joined(MOCK_TOKENS, [a, b], None, label)
 
     def _documents(self, rng: np.random.Generator) -> Layout:
         tokens = np.empty(self._length, np.int64)
@@ -81,15 +81,4 @@ def mock_masking(vocab_size: int, *, prob: float, max_ngram: int) -> Masking:
     special = np.arange(vocab_size) < _SPECIAL
     return Masking(
         prob=prob, mask=MOCK_TOKENS.mask, special=special, ordinary=np.flatnonzero(~special), max_ngram=max_ngram
-    )
-
-
-def _layout(segments: list[np.ndarray], label: int = NO_LABEL) -> Layout:
-    parts, types = [np.array([MOCK_TOKENS.cls])], [0]
-    for number, segment in enumerate(segments):
-        parts += [segment, np.array([MOCK_TOKENS.sep])]
-        types += [number] * (len(segment) + 1)
-    tokens = np.concatenate(parts).astype(np.int64)
-    return Layout(
-        tokens=tokens, token_types=np.array(types, np.int64), documents=np.ones_like(tokens), begins=None, label=label
     )

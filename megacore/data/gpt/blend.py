@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore.data.gpt import megatron_order
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.packing import KnowsPacking, Packing, mixed_packing
 
@@ -71,23 +72,37 @@ def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]
     return order
 
 
-def blend_index(weights: Sequence[float], num_samples: int, cache_dir: Path | None = None) -> Arrays:
+def blend_index(
+    weights: Sequence[float], num_samples: int, cache_dir: Path | None = None, *, megatron: bool = False
+) -> Arrays:
     """The blend as two arrays, cached because the order is made one sample at a time (about 1 µs each).
+
+    Args:
+        weights: Positive shares, in any unit.
+        num_samples: Length of the order.
+        cache_dir: Of the index cache; None: the order stays in memory.
+        megatron: Whether the order is Megatron-LM's.
 
     Returns:
         `dataset` int16 [n] and `sample` int64 [n]: sample k is number `sample[k]` of dataset `dataset[k]`.
     """
+    shares = (
+        megatron_order.normalized(megatron_order.normalized(weights))
+        if megatron
+        else [float(weight) for weight in weights]
+    )
 
     def build() -> Arrays:
-        order = blend_order(weights, num_samples)
+        make = megatron_order.blend_order if megatron else blend_order
+        order = make(shares, num_samples)
         sample = np.empty(num_samples, np.int64)
         for number in range(len(weights)):
             chosen = order == number
             sample[chosen] = np.arange(int(chosen.sum()))
         return {"dataset": order, "sample": sample}
 
-    description = {"version": _VERSION, "blend": [float(weight) for weight in weights], "samples": num_samples}
-    return cached_arrays(cache_dir, description, build)
+    description = {"version": _VERSION, "blend": shares, "samples": num_samples}
+    return cached_arrays(cache_dir, description | ({"order": "megatron"} if megatron else {}), build)
 
 
 class BlendedDataset:

@@ -26,9 +26,8 @@ from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
 from megacore.data.indexed.fetching import local_prefix
-from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, check_token_ids
-from megacore.data.indexed.sidecar import Sidecar, read_sidecar
+from megacore.data.indexed.sidecar import open_loss_mask, read_sidecar
 from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
@@ -115,7 +114,9 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
         DataError: An input is unusable.
     """
     vocab_size = config.model.vocab_size
-    eod = None if config.data.mock_data else _masked_eod(config)
+    # The token that --eod-mask-loss leaves out of the loss.
+    tokenizer = tokenizer_of(config) if config.data.eod_mask_loss and not config.data.mock_data else None
+    eod = None if tokenizer is None else tokenizer.eod
     tells_padding = "padding" in config.beside_hidden_states
     fill_in = _fill_in(config)
 
@@ -134,7 +135,7 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
         packing, order = config.data.packing, config.data.sample_order
         kind: Callable[..., SampleDataset] = functools.partial(GPTDataset, order=order)
         if packing != "concat":
-            kind = functools.partial(PackedDataset, packing=packing, tells_padding=tells_padding)
+            kind = functools.partial(PackedDataset, mode=packing, tells_padding=tells_padding)
         return kind(
             part.indexed,
             part.documents,
@@ -237,14 +238,12 @@ def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int, *, w
         if not whole and not config.data.is_split:
             documents = split_documents(indexed, config.data.split_shares())[stream]
         part = Part(indexed, documents, number, stream)
-        if _tokens(part) and (stream == 0 or config.data.packing == "concat" or _has_next_token(part)):
+        if not _tokens(part):
+            continue
+        lengths = np.diff(indexed.document_offsets(part.documents.start, part.documents.stop))
+        if stream == 0 or config.data.packing == "concat" or lengths.max() > 1:
             parts.append(part)
     return parts
-
-
-def _has_next_token(part: Part) -> bool:
-    """Whether some document has a token that follows another one."""
-    return bool(np.diff(part.indexed.document_offsets(part.documents.start, part.documents.stop)).max() > 1)
 
 
 class DocumentSplit(NamedTuple):
@@ -306,24 +305,18 @@ def _blend(
         index = blend_index(weights, count, cache)
         return index, np.bincount(index["dataset"], minlength=len(parts)).tolist()
     if is_given:
-        return megatron_order.blend_indices(weights, count, cache), megatron_order.sizes_of_blend(weights, count)
-    sizes = [megatron_order.samples_of_epoch(int(_tokens(part)), config.data.seq_length) for part in parts]
+        return blend_index(weights, count, cache, megatron=True), megatron_order.sizes_of_blend(weights, count)
+    sizes = [(int(_tokens(part)) - 1) // config.data.seq_length for part in parts]  # samples of an epoch
     if sum(sizes) < count:
         raise DataError(
             f"--sample-order megatron blends datasets without weights for one epoch, which has {sum(sizes):,} samples, "
             f"and {count:,} are needed: give weights (--data-path WEIGHT PREFIX ...), or use --sample-order megacore"
         )
-    return megatron_order.blend_indices(sizes, count, cache), sizes
+    return blend_index(sizes, count, cache, megatron=True), sizes
 
 
 def _tokens(part: Part) -> float:
     return float(part.indexed.document_start(part.documents.stop) - part.indexed.document_start(part.documents.start))
-
-
-def _masked_eod(config: Config) -> int | None:
-    """Id of the token that --eod-mask-loss leaves out of the loss."""
-    tokenizer = tokenizer_of(config) if config.data.eod_mask_loss else None
-    return tokenizer.eod if tokenizer is not None else None
 
 
 def _fill_in(config: ResolvedConfig) -> FillInTheMiddle | None:
@@ -395,19 +388,17 @@ def _vocab_size(config: Config, tokenizer: Tokenizer | None) -> int:
     return given if given is not None else tokenizer.vocab_size
 
 
-def _made_with(sidecar: Sidecar, tokenizer: Tokenizer) -> bool:
-    """Whether a dataset has the tokenizer's ids: it was made with this tokenizer, or with one that gives the same."""
-    if sidecar.tokenizer_fingerprint == tokenizer.fingerprint:
-        return True
-    return sidecar.tokenizer_ids is not None and sidecar.tokenizer_ids == ids_fingerprint(tokenizer)
-
-
 def _check_tokens(indexed: IndexedDataset, tokenizer: Tokenizer | None, vocab_size: int | None, budget: int) -> int:
     """Check the token ids of a dataset as far as a budget of bytes goes; returns the bytes that were read."""
     if indexed.sequence_modes is not None:
         raise DataError(f"{indexed.idx_path}: a multimodal dataset; only text can be trained on")
     sidecar = read_sidecar(indexed)
-    if sidecar is not None and tokenizer is not None and not _made_with(sidecar, tokenizer):
+    if (
+        sidecar is not None
+        and tokenizer is not None
+        and sidecar.tokenizer_fingerprint != tokenizer.fingerprint
+        and (sidecar.tokenizer_ids is None or sidecar.tokenizer_ids != ids_fingerprint(tokenizer))
+    ):
         raise DataError(
             f"{indexed.bin_path}: made with another tokenizer (fingerprint {sidecar.tokenizer_fingerprint[:12]}) than "
             f"--tokenizer (fingerprint {tokenizer.fingerprint[:12]}), whose ids differ: give the one it was made "

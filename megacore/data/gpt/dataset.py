@@ -17,10 +17,10 @@ order, and a longer run cannot continue a shorter one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ from megacore.data.gpt import megatron_order
 from megacore.data.gpt.fill_in_middle import FillInTheMiddle
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
-from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
-from megacore.data.indexed.reader import IndexedDataset, token_error
+from megacore.data.indexed.reader import IndexedDataset, int64_tokens
+from megacore.data.indexed.sidecar import is_predicted, open_loss_mask
 from megacore.errors import DataError
 
 _VERSION = 2  # of the order: raise it when the same inputs give other indices
@@ -116,77 +116,87 @@ def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[n
     return shuffle
 
 
-class GPTDataset:
-    """Samples of one dataset (or one split of it).
+@dataclass(kw_only=True, eq=False, repr=False)
+class SplitSamples:
+    """Samples of one dataset, or of one split of it.
 
-    Args:
+    Attributes:
         indexed: The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
         documents: The documents to use.
         num_samples: Samples that will be asked for; epochs are added as needed.
         seq_length: Tokens of a sample.
         seed: Seed of the order.
         cache_dir: Directory of the index cache; None keeps the indices in memory.
-        eod: Id of the end-of-document token if the loss is to leave it out as an input, and with it the last token of
-            each document (`--eod-mask-loss`).
+        eod: Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`).
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
         boundaries: Whether samples tell `documents` and `positions`.
-        order: Whose order of samples.
         fill_in: Puts the middle of documents last; None leaves them as they are.
+
+    Raises:
+        DataError: The loss mask belongs to another dataset.
+    """
+
+    indexed: IndexedDataset = field(kw_only=False)
+    documents: range = field(kw_only=False)
+    num_samples: int
+    seq_length: int
+    seed: int
+    cache_dir: Path | None = None
+    eod: int | None = None
+    vocab_size: int | None = None
+    boundaries: bool = False
+    fill_in: FillInTheMiddle | None = None
+
+    def __post_init__(self) -> None:
+        self._mask = open_loss_mask(self.indexed)
+        self._offsets = self.indexed.document_offsets(self.documents.start, self.documents.stop)
+
+    def __len__(self) -> int:
+        """Number of samples that were asked for."""
+        return self.num_samples
+
+    def _cached(self, version: int, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """Arrays that follow from the documents and a description."""
+        known = {
+            "version": version,
+            "numpy": np.__version__.split(".")[0],
+            "idx": self.indexed.fingerprint if self.cache_dir else "",
+            "documents": [self.documents.start, self.documents.stop],
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+        }
+        return cached_arrays(self.cache_dir, known | description, build)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GPTDataset(SplitSamples):
+    """Windows of the stream of documents. With `eod`, the loss leaves out the last token of each document too.
+
+    Attributes:
+        order: Whose order of samples.
 
     Raises:
         DataError: The documents hold no tokens, or the loss mask belongs to another dataset.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        *,
-        num_samples: int,
-        seq_length: int,
-        seed: int,
-        cache_dir: Path | None = None,
-        eod: int | None = None,
-        vocab_size: int | None = None,
-        boundaries: bool = False,
-        order: Literal["megacore", "megatron"] = "megacore",
-        fill_in: FillInTheMiddle | None = None,
-    ) -> None:
-        self.indexed, self._fill_in = indexed, fill_in
-        self.seq_length = seq_length
-        self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
-        self._mask = open_loss_mask(indexed)
-        numbers = np.arange(documents.start, documents.stop)
-        lengths = np.diff(indexed.document_offsets(documents.start, documents.stop))
+    order: Literal["megacore", "megatron"] = "megacore"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers, lengths = np.arange(self.documents.start, self.documents.stop), np.diff(self._offsets)
         tokens = int(lengths.sum())
         if tokens == 0:
-            raise DataError(f"{indexed.idx_path}: the {len(numbers)} documents of this split hold no tokens")
-        size = extent(tokens, num_samples, seq_length)
-        description = {
-            "version": _VERSION,
-            "numpy": np.__version__.split(".")[0],
-            "idx": indexed.fingerprint if cache_dir else "",
-            "documents": [documents.start, documents.stop],
-            "extent": [size.epochs, size.windows, size.passes],
-            "seq_length": seq_length,
-            "seed": seed,
-        }
+            raise DataError(f"{self.indexed.idx_path}: the {len(numbers)} documents of this split hold no tokens")
+        size = extent(tokens, self.num_samples, self.seq_length)
+        description: dict[str, Any] = {"extent": [size.epochs, size.windows, size.passes]}
         build = build_indices
-        if order == "megatron":
-            description |= {"order": order, "samples": num_samples}
+        if self.order == "megatron":
+            description |= {"order": self.order, "samples": self.num_samples}
             build = megatron_order.build_indices
-        arrays = cached_arrays(
-            cache_dir,
-            description,
-            lambda: build(numbers, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed),
-        )
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
+        options = {"num_samples": self.num_samples, "seq_length": self.seq_length, "seed": self.seed}
+        arrays = self._cached(_VERSION, description, lambda: build(numbers, lengths, **options))
+        self.document_index, self.sample_index = arrays["document_index"], arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
-
-    def __len__(self) -> int:
-        """Number of samples that were asked for."""
-        return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens) and loss_mask float32 [s]; with
@@ -195,31 +205,28 @@ class GPTDataset:
         Raises:
             DataError: The sample holds a token id outside the vocabulary.
         """
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
-        number = int(self.shuffle_index[index])
-        window = self.window(number)
-        predicted = None
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        spans = self._spans(int(self.shuffle_index[index]))
+        window, predicted = self._window(spans), None
         if self._mask is not None:
-            values = np.concatenate([is_predicted(self._mask, *span) for span in self._spans(number)])
-            predicted = values.astype(np.float32)
-        sizes = np.array([stop - start for start, stop in self._spans(number)])
-        if self._fill_in is not None:
-            window, lengths, predicted = self._fill_in.window(index, window, sizes.tolist(), predicted)
+            predicted = np.concatenate([is_predicted(self._mask, *span) for span in spans]).astype(np.float32)
+        sizes = np.array([stop - start for start, stop in spans])
+        if self.fill_in is not None:
+            window, lengths, predicted = self.fill_in.window(index, window, sizes.tolist(), predicted)
             sizes = np.array(lengths)
         tokens, labels = window[:-1], window[1:]
         mask = np.ones(self.seq_length, np.float32) if predicted is None else predicted[1:]
-        if self._eod is not None:
-            mask[tokens == self._eod] = 0.0
+        if self.eod is not None:
+            mask[tokens == self.eod] = 0.0
             mask[np.cumsum(sizes[:-1]) - 1] = 0.0
         sample: dict[str, NDArray] = {"tokens": tokens, "labels": labels, "loss_mask": mask}
-        return sample | self._where(sizes[sizes > 0]) if self._boundaries else sample
-
-    def _where(self, sizes: NDArray[np.int64]) -> dict[str, NDArray]:
-        """The document and the position in it of each token, for the tokens of each document of a window."""
-        documents = np.repeat(np.arange(1, len(sizes) + 1), sizes)[:-1]
-        begins = np.repeat(np.cumsum(sizes) - sizes, sizes)[:-1]
-        return {"documents": documents, "positions": np.arange(self.seq_length) - begins}
+        if self.boundaries:
+            sizes = sizes[sizes > 0]
+            begins = np.repeat(np.cumsum(sizes) - sizes, sizes)[:-1]
+            sample["documents"] = np.repeat(np.arange(1, len(sizes) + 1), sizes)[:-1]
+            sample["positions"] = np.arange(self.seq_length) - begins
+        return sample
 
     def documents_of(self, index: int) -> str:
         """The documents of sample `index`, by their numbers in the dataset."""
@@ -230,27 +237,24 @@ class GPTDataset:
 
     def window(self, window: int) -> NDArray[np.int64]:
         """int64 [s + 1]: the tokens of a window of the stream."""
-        pieces = [self.indexed.tokens(start, stop) for start, stop in self._spans(window)]
+        return self._window(self._spans(window))
+
+    def _window(self, spans: list[tuple[int, int]]) -> NDArray[np.int64]:
+        pieces = [self.indexed.tokens(start, stop) for start, stop in spans]
         values = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
-        if self._vocab_size is not None and (values.max() >= self._vocab_size or values.min() < 0):
-            raise self._token_error(window, values)
+        if self.vocab_size is not None and (values.max() >= self.vocab_size or values.min() < 0):
+            for start, stop in spans:  # one of them says which token it is
+                int64_tokens(self.indexed, start, stop, self.vocab_size)
         return values
 
-    def _spans(self, window: int) -> Iterator[tuple[int, int]]:
+    def _spans(self, window: int) -> list[tuple[int, int]]:
         """The ranges of the .bin that make up a window."""
         (first, offset), (last, last_offset) = self.sample_index[window : window + 2].tolist()
+        spans = []
         for index in range(first, last + 1):
             document = int(self.document_index[index])
             start = self.indexed.document_start(document)
             stop = start + last_offset + 1 if index == last else self.indexed.document_start(document + 1)
-            yield start + offset, stop
+            spans.append((start + offset, stop))
             offset = 0
-
-    def _token_error(self, window: int, values: NDArray[np.int64]) -> DataError:
-        assert self._vocab_size is not None
-        at = int(np.argmax((values >= self._vocab_size) | (values < 0)))
-        for start, stop in self._spans(window):
-            if at < stop - start:
-                return token_error(self.indexed, start + at, self._vocab_size)
-            at -= stop - start
-        raise AssertionError("a window's spans cover its tokens")
+        return spans

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.files import read_bounded, take_lock
+from megacore.files import take_lock
+from megacore.safe_json import read_json
 
 Arrays = dict[str, NDArray]
 _LOG = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def _load(entry: Path, description: Mapping[str, Any], *, trusted: bool = False)
     if not entry.is_dir():
         return None
     try:
-        manifest = json.loads(read_bounded(entry / _MANIFEST, _MOST_MANIFEST_BYTES))
+        manifest = read_json(entry / _MANIFEST, _MOST_MANIFEST_BYTES)
         if manifest["description"] != dict(description):
             raise ValueError("made from another description")
         arrays: Arrays = {}
@@ -90,7 +91,7 @@ def _load(entry: Path, description: Mapping[str, Any], *, trusted: bool = False)
             if not trusted and _facts(array) != facts:
                 raise ValueError(f"{name}.npy does not match its checksum")
             arrays[name] = array
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _LOG.warning("index cache %s is damaged (%s): it is built again", entry, error)
         return None
     return arrays
@@ -101,7 +102,10 @@ def _publish(entry: Path, description: Mapping[str, Any], arrays: Arrays) -> Non
 
     Nothing is synced: what a power failure tears does not match its checksum.
     """
-    _remove_abandoned(entry)
+    for path in entry.parent.glob(f"{entry.name}.tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
     partial = entry.with_suffix(f".tmp-{uuid.uuid4().hex}")
     partial.mkdir()
     try:
@@ -125,13 +129,6 @@ def _publish(entry: Path, description: Mapping[str, Any], arrays: Arrays) -> Non
         _LOG.info("index cache %s was published by another process (%s)", entry, error)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_abandoned(entry: Path) -> None:
-    for path in entry.parent.glob(f"{entry.name}.tmp-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _facts(array: NDArray) -> dict[str, Any]:

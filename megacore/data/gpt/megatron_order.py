@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.data.gpt.index_cache import Arrays, cached_arrays
+from megacore.data.gpt.index_cache import Arrays
 
 _SEPARATE_BELOW = 0.80  # of an epoch's samples
 _SURPLUS = 0.005  # samples that each dataset of a blend has beyond its share
@@ -48,11 +47,16 @@ def build_indices(
     of_last = (num_samples or 0) - before_last
     separate = epochs > 1 and of_last < int(_SEPARATE_BELOW * ((tokens - 1) // seq_length))
     random = np.random.RandomState(seed)
+
+    def shuffled(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        random.shuffle(numbers)
+        return numbers
+
     parts = (epochs - 1, 1) if separate else (epochs,)
-    order = np.concatenate([_shuffled(np.tile(np.arange(len(documents)), count), random) for count in parts])
+    order = np.concatenate([shuffled(np.tile(np.arange(len(documents)), count)) for count in parts])
     windows = (epochs * tokens - 1) // seq_length
     edges = (0, before_last, windows) if separate else (0, windows)
-    shuffle = np.concatenate([_shuffled(np.arange(*edge), random) for edge in pairwise(edges)])
+    shuffle = np.concatenate([shuffled(np.arange(*edge)) for edge in pairwise(edges)])
     ends = np.cumsum(lengths[order])
     starts = np.arange(windows + 1) * seq_length
     position = np.searchsorted(ends, starts, side="right")  # the document that holds each window's first token
@@ -64,55 +68,24 @@ def build_indices(
     }
 
 
-def _shuffled(numbers: NDArray[np.int64], random: np.random.RandomState) -> NDArray[np.int64]:
-    random.shuffle(numbers)
-    return numbers
-
-
-def samples_of_epoch(tokens: int, seq_length: int) -> int:
-    """The samples of one epoch."""
-    return (tokens - 1) // seq_length
-
-
 def sizes_of_blend(weights: Sequence[float], num_samples: int) -> list[int]:
-    """How many samples each dataset of a blend is built with.
-
-    Args:
-        weights: positive shares, in any unit.
-        num_samples: of the blend.
-    """
-    return [math.ceil(math.ceil(num_samples * share) * (1 + _SURPLUS)) for share in _normalized(weights)]
+    """How many samples each dataset of a blend is built with, for positive weights in any unit."""
+    return [math.ceil(math.ceil(num_samples * share) * (1 + _SURPLUS)) for share in normalized(weights)]
 
 
-def blend_indices(weights: Sequence[float], num_samples: int, cache_dir: Path | None = None) -> Arrays:
-    """Which dataset each sample of a blend comes from, and which of its samples it is.
-
-    Args:
-        weights: positive shares, in any unit.
-        num_samples: length of the order.
-        cache_dir: of the index cache; None: the order stays in memory.
-
-    Returns:
-        As of `megacore.data.gpt.blend.blend_index`.
-    """
-    shares = _normalized(_normalized(weights))
-
-    def build() -> Arrays:
-        counts = [0] * len(shares)
-        dataset, sample = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
-        for index in range(num_samples):
-            reached = max(float(index), 1.0)
-            errors = [share * reached - count for share, count in zip(shares, counts, strict=True)]
-            behind = errors.index(max(errors))
-            dataset[index], sample[index] = behind, counts[behind]
-            counts[behind] += 1
-        return {"dataset": dataset, "sample": sample}
-
-    description = {"version": 1, "order": "megatron", "blend": shares, "samples": num_samples}
-    return cached_arrays(cache_dir, description, build)
+def blend_order(shares: Sequence[float], num_samples: int) -> NDArray[np.int16]:
+    """int16 [num_samples]: the dataset that each sample of a blend comes from, which is furthest behind its share."""
+    counts, order = [0] * len(shares), np.empty(num_samples, np.int16)
+    for index in range(num_samples):
+        reached = max(float(index), 1.0)
+        errors = [share * reached - count for share, count in zip(shares, counts, strict=True)]
+        order[index] = behind = errors.index(max(errors))
+        counts[behind] += 1
+    return order
 
 
-def _normalized(weights: Sequence[float]) -> list[float]:
+def normalized(weights: Sequence[float]) -> list[float]:
+    """The shares of weights."""
     shares = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (shares / np.sum(shares)).tolist()
-    return normalized
+    made: list[float] = (shares / np.sum(shares)).tolist()
+    return made

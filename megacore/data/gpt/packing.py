@@ -12,18 +12,17 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.data.gpt.fill_in_middle import FillInTheMiddle
-from megacore.data.gpt.index_cache import Arrays, cached_arrays
+from megacore.data.gpt.dataset import SplitSamples
+from megacore.data.gpt.index_cache import Arrays
 from megacore.data.gpt.shuffling import generator, shuffled_epochs
-from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
-from megacore.data.indexed.reader import IndexedDataset, int64_tokens
+from megacore.data.indexed.reader import int64_tokens
+from megacore.data.indexed.sidecar import is_predicted
 from megacore.errors import DataError
 
 _VERSION = 1  # of packing and order: raise it when the same inputs give other samples
@@ -141,80 +140,46 @@ def _single(lengths: NDArray[np.int64]) -> Arrays:
     return {"document": document, "offset": np.zeros_like(document), "begin": np.arange(len(document) + 1)}
 
 
-class PackedDataset:
-    """Padded samples of whole documents.
+@dataclass(kw_only=True, eq=False, repr=False)
+class PackedDataset(SplitSamples):
+    """Padded samples of whole documents. Only --packing none can fill in the middle of the document of a sample.
 
-    Args:
-        indexed: The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
-        documents: The documents to use.
-        packing: One document per sample, cut if it is longer, or best-fit packs.
-        num_samples: Samples that will be asked for; epochs are added as needed.
-        seq_length: Tokens of a sample.
-        seed: Seed of the order.
-        cache_dir: Directory of the index cache; None keeps the indices in memory.
-        eod: Id of the end-of-document token, to leave it out as an input (`--eod-mask-loss`).
-        vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
-        boundaries: Whether samples tell `documents` and `positions`.
-        tells_padding: Whether they also tell `padding`.
-        fill_in: Puts the middle of the document of a sample last, with --packing none; None leaves it as it is.
+    Attributes:
+        mode: One document per sample, cut if it is longer, or best-fit packs.
+        tells_padding: Whether samples also tell `padding`, where they tell `documents`.
 
     Raises:
         DataError: No document has two tokens, or the loss mask belongs to another dataset.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        packing: Whole,
-        *,
-        num_samples: int,
-        seq_length: int,
-        seed: int,
-        cache_dir: Path | None = None,
-        eod: int | None = None,
-        vocab_size: int | None = None,
-        boundaries: bool = False,
-        tells_padding: bool = False,
-        fill_in: FillInTheMiddle | None = None,
-    ) -> None:
-        assert fill_in is None or packing == "none"
-        self.indexed, self.seq_length, self._documents, self._fill_in = indexed, seq_length, documents, fill_in
-        self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
-        self._tells_padding = tells_padding
-        self._mask = open_loss_mask(indexed)
-        self._offsets = indexed.document_offsets(documents.start, documents.stop)
-        lengths = np.diff(self._offsets)
-        description = {
-            "version": _VERSION,
-            "numpy": np.__version__.split(".")[0],
-            "idx": indexed.fingerprint if cache_dir else "",
-            "documents": [documents.start, documents.stop],
-            "packing": packing,
-            "seq_length": seq_length,
-            "seed": seed,
-        }
-        self.packs = cached_arrays(
-            cache_dir,
-            description,
-            lambda: _packed(lengths, seq_length, seed) if packing == "best-fit" else _single(lengths),
+    mode: Whole = field(kw_only=False)
+    tells_padding: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.fill_in is None or self.mode == "none"
+        super().__post_init__()
+        lengths, seq_length = np.diff(self._offsets), self.seq_length
+        self.packs = self._cached(
+            _VERSION,
+            {"packing": self.mode},
+            lambda: _packed(lengths, seq_length, self.seed) if self.mode == "best-fit" else _single(lengths),
         )
         samples = len(self.packs["begin"]) - 1
         if samples == 0:
             raise DataError(
-                f"{indexed.idx_path}: none of the {len(lengths)} documents of this split has two tokens, and so "
-                f"--packing {packing} has nothing to predict"
+                f"{self.indexed.idx_path}: none of the {len(lengths)} documents of this split has two tokens, and so "
+                f"--packing {self.mode} has nothing to predict"
             )
-        epochs = max(1, -(-num_samples // samples))
-        self.order = cached_arrays(
-            cache_dir,
-            description | {"order": [samples, epochs]},
-            lambda: {"order": shuffled_epochs(samples, epochs, seed)},
+        epochs = max(1, -(-self.num_samples // samples))
+        self.order = self._cached(
+            _VERSION,
+            {"packing": self.mode, "order": [samples, epochs]},
+            lambda: {"order": shuffled_epochs(samples, epochs, self.seed)},
         )["order"]
         # A document's last token needs no room where it is only a label.
         used = lengths[lengths > 1]
-        held = np.minimum(used, seq_length) if packing == "none" else used - ((used - 1) % seq_length == 0)
-        read = np.minimum(used, seq_length + 1) if packing == "none" else used
+        held = np.minimum(used, seq_length) if self.mode == "none" else used - ((used - 1) % seq_length == 0)
+        read = np.minimum(used, seq_length + 1) if self.mode == "none" else used
         self.packing = Packing(
             documents=len(used),
             samples=samples,
@@ -222,10 +187,6 @@ class PackedDataset:
             longer=int((used > seq_length + 1).sum()),
             cut=1.0 - float(read.sum()) / float(used.sum()),
         )
-
-    def __len__(self) -> int:
-        """Number of samples that were asked for."""
-        return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens of the same document) and loss_mask
@@ -235,16 +196,16 @@ class PackedDataset:
         Raises:
             DataError: The sample holds a token id outside the vocabulary.
         """
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
         tokens, labels, documents, positions = np.zeros((4, self.seq_length), np.int64)
         mask = np.zeros(self.seq_length, np.float32)
         filled = 0
         for number, (start, stop) in enumerate(self._spans(int(self.order[index])), 1):
-            read = int64_tokens(self.indexed, start, stop, self._vocab_size)
+            read = int64_tokens(self.indexed, start, stop, self.vocab_size)
             counted = None if self._mask is None else is_predicted(self._mask, start, stop).astype(np.float32)
-            if self._fill_in is not None:
-                read, counted = self._fill_in.document(index, read, counted)
+            if self.fill_in is not None:
+                read, counted = self.fill_in.document(index, read, counted)
                 read, counted = read[: self.seq_length + 1], counted[: self.seq_length + 1]
             size = min(len(read), self.seq_length - filled)
             here, predicted = slice(filled, filled + size), slice(filled, filled + len(read) - 1)
@@ -253,17 +214,17 @@ class PackedDataset:
             documents[here], positions[here] = number, np.arange(size)
             filled += size
         documents[filled:], positions[filled:] = documents[filled - 1] + 1, np.arange(self.seq_length - filled)
-        if self._eod is not None:
-            mask[tokens == self._eod] = 0.0
+        if self.eod is not None:
+            mask[tokens == self.eod] = 0.0
         sample: dict[str, NDArray] = {"tokens": tokens, "labels": labels, "loss_mask": mask}
-        if self._tells_padding:
+        if self.tells_padding:
             sample["padding"] = (np.arange(self.seq_length) >= filled).astype(np.int64)
-        return sample | {"documents": documents, "positions": positions} if self._boundaries else sample
+        return sample | {"documents": documents, "positions": positions} if self.boundaries else sample
 
     def documents_of(self, index: int) -> str:
         """The documents of sample `index`, by their numbers in the dataset."""
         first, stop = self.packs["begin"][self.order[index] :][:2]
-        numbers = ", ".join(str(number + self._documents.start) for number in self.packs["document"][first:stop])
+        numbers = ", ".join(str(number + self.documents.start) for number in self.packs["document"][first:stop])
         return f"documents {numbers} of {self.indexed.prefix}"
 
     def _spans(self, sample: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ form feeds and U+2028.
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import stat
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import zstandard
 
-from megacore.data.indexed.parquet import check_parquet, is_parquet, read_rows
 from megacore.errors import DataError
 
 if TYPE_CHECKING:
+    import pyarrow.parquet
+
     from megacore.data.indexed.long_lines import LongLine
 
 TextUnit = Literal["line", "paragraph", "file"]
@@ -48,6 +50,8 @@ _WAYS_OUT = {
     "file": "use --text-unit paragraph or line, or smaller files",
 }
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_PARQUET = ".parquet"  # its rows are JSON lines; pyarrow is needed for nothing else
+_ROWS = 64  # of a batch, which is in memory as a whole
 _BLANK_LINE = re.compile(rb"\n[ \t\r\f\v]*\n")
 _BOM = b"\xef\xbb\xbf"
 
@@ -135,22 +139,23 @@ def check_files(paths: Sequence[str], columns: Sequence[str] | None = None, *, r
             raise DataError(f"--input {path} is a directory: give the files in it")
         try:
             if Path(path).is_fifo():  # opening and closing it would end whoever writes to it
-                if read_again or is_parquet(path):
+                if read_again or Path(path).suffix == _PARQUET:
                     raise DataError(f"--input {path} is a pipe, which can be read only once: write it to a file first")
                 continue
             with open(path, "rb") as file:
                 total += os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
-        if is_parquet(path):
-            check_parquet(path, columns)
+        if Path(path).suffix == _PARQUET:
+            _open_parquet(path, columns)  # its end, where its columns are
     return total
 
 
 def is_json(path: str | Path) -> bool:
     """Whether a file holds objects with keys, JSON lines or rows of Parquet, by its name."""
     name = Path(path)
-    return is_parquet(name) or (Path(name.stem) if name.suffix in (".gz", ".zst") else name).suffix in _JSON_SUFFIXES
+    name = Path(name.stem) if name.suffix in (".gz", ".zst") else name
+    return Path(path).suffix == _PARQUET or name.suffix in _JSON_SUFFIXES
 
 
 def read_chunks(
@@ -180,7 +185,7 @@ def read_chunks(
         DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
             `most_document_bytes`.
     """
-    if is_parquet(path):
+    if Path(path).suffix == _PARQUET:
         yield from _chunks_of_rows(path, columns, chunk_bytes, most_document_bytes)
         return
     unit = "json" if is_json(path) else text_unit
@@ -265,11 +270,56 @@ def _open_pipe(path: str) -> BufferedReader:
 def _chunks_of_rows(
     path: str, columns: Sequence[str] | None, chunk_bytes: int, most_document_bytes: int
 ) -> Iterator[Chunk]:
-    for rows in read_rows(path, columns, chunk_bytes):
-        if len(rows.lines) > chunk_bytes + most_document_bytes:  # the last row is that long
-            last = rows.first + rows.lines.count(b"\n") - 1
-            raise _too_long(f"{path}:{last}", most_document_bytes, "json")
-        yield Chunk(source=path, first_line=rows.first, data=rows.lines, unit="json", file_bytes=rows.file_bytes)
+    """The rows of a Parquet file as JSON lines, in pieces that end with the row that reaches `chunk_bytes`; bytes of
+    the file are counted in proportion to its rows."""
+    file, broken = _open_parquet(path, columns)
+    total, size = max(file.metadata.num_rows, 1), os.path.getsize(path)
+    first, lines, length, reported = 1, list[bytes](), 0, 0
+
+    def chunk(done: int) -> Chunk:
+        if length > chunk_bytes + most_document_bytes:  # the last row is that long
+            raise _too_long(f"{path}:{first + len(lines) - 1}", most_document_bytes, "json")
+        data = b"\n".join(lines) + b"\n"
+        return Chunk(source=path, first_line=first, data=data, unit="json", file_bytes=done - reported)
+
+    try:
+        for batch in file.iter_batches(batch_size=_ROWS, columns=None if columns is None else list(columns)):
+            for row in batch.to_pylist():
+                lines.append(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"))
+                length += len(lines[-1]) + 1
+                if length >= chunk_bytes:
+                    done = size * (first - 1 + len(lines)) // total
+                    yield chunk(done)
+                    first, lines, length, reported = first + len(lines), [], 0, done
+    except broken as error:
+        raise DataError(f"{path}: cannot be read to its end ({str(error)[:200]}): damaged or cut short") from error
+    if lines:
+        yield chunk(size)
+
+
+def _open_parquet(
+    path: str, columns: Sequence[str] | None
+) -> tuple[pyarrow.parquet.ParquetFile, tuple[type[Exception], ...]]:
+    """The file, and what reading it may raise."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            f"--input {path}: a Parquet file is read with pyarrow, which is not installed: pip install pyarrow, or "
+            "give .jsonl"
+        ) from error
+    broken = (pyarrow.ArrowException, OSError)
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except broken as error:
+        raise DataError(f"--input {path} is no Parquet file, or is cut short ({str(error)[:200]})") from error
+    there = file.schema_arrow.names
+    if missing := [name for name in columns or () if name not in there]:
+        raise DataError(
+            f"--input {path} has no column {' and no column '.join(map(repr, missing))}: use --json-keys with some of "
+            f"{', '.join(map(repr, there[:10]))}"
+        )
+    return file, broken
 
 
 def _too_long(where: str, most_document_bytes: int, unit: str) -> DataError:

@@ -1,26 +1,35 @@
 """Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one.
 
 The output does not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a
-few chunks a worker are under way at any time, and the writer streams.
+few chunks a worker are under way at any time, and the writer streams. However the main process ends, its workers end
+with it.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megacore.config.messages import counted
-from megacore.data.indexed.conversations import rendered_lines
 from megacore.data.indexed.corpus import (
+    CHUNK_BYTES,
     LONG_LINE_BYTES,
     MOST_DIVIDED_BYTES,
     MOST_DOCUMENT_BYTES,
@@ -29,25 +38,23 @@ from megacore.data.indexed.corpus import (
     is_json,
     read_chunks,
 )
-from megacore.data.indexed.documents import BadLine, parse
-from megacore.data.indexed.encoded import ChunkEncoder, Encoded, Ids, Packed, close_files, packed
+from megacore.data.indexed.documents import BadLine, parse, rendered_lines
 from megacore.data.indexed.long_lines import LongLine, LongText, unnamed_file
-from megacore.data.indexed.loss_mask import MASK_DTYPE, loss_mask_prefix
 from megacore.data.indexed.reader import token_dtype
 from megacore.data.indexed.sentences import split_sentences
-from megacore.data.indexed.sidecar import Sidecar, idx_bytes
-from megacore.data.indexed.workers import Workers
+from megacore.data.indexed.sidecar import MASK_DTYPE, Sidecar, idx_bytes, loss_mask_prefix
 from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
 from megacore.data.tokenizers.chat_template import Template, encode_passage
 from megacore.data.tokenizers.fast_bpe import FastEncoder
+from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
 _BAD_SHOWN = 50  # of those that are an error
 _COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
-_DIGEST_BYTES = 16
 _COPIED_BYTES = 1 << 22  # of tokens, from a temporary file
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
+Ids = Sequence[int] | NDArray[np.uint32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +134,76 @@ class Report:
     seconds: float = 0.0
 
 
-class Encoder:
-    """Turns chunks into packed tokens; each worker has one."""
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """The tokens of a chunk for one output: pickling lists of Python integers would cost more than making them.
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, fast: FastEncoder | None = None) -> None:
+    Attributes:
+        tokens: of the output's dtype; those of a long line are in an open temporary file, which whoever writes or drops
+            them closes.
+        lengths: of each sequence.
+        sizes: sequences of each document.
+    """
+
+    tokens: NDArray | BinaryIO
+    lengths: NDArray[np.int32]
+    sizes: NDArray[np.int64]
+
+    def some(self, keep: NDArray[np.bool_]) -> Packed:
+        """Those of some of the documents."""
+        sequences = np.repeat(keep, self.sizes)
+        if isinstance(self.tokens, np.ndarray):
+            tokens = self.tokens[np.repeat(sequences, self.lengths)]
+        else:  # the one document of a long line
+            self.tokens.close()
+            tokens = np.empty(0, np.uint16)
+        return Packed(tokens=tokens, lengths=self.lengths[sequences], sizes=self.sizes[keep])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A tokenized chunk.
+
+    Attributes:
+        packed: the tokens for each output.
+        documents: in it.
+        empty: documents without tokens, which are left out.
+        bad: lines without a document.
+        digests: of the documents, where repeated ones are left out.
+    """
+
+    packed: tuple[Packed, ...]
+    documents: int
+    empty: int
+    bad: list[BadLine]
+    digests: tuple[bytes, ...] = ()
+
+
+def _packed(documents: Sequence[Sequence[Ids]], dtype: np.dtype, tail: Sequence[int] = ()) -> Packed:
+    """Documents of sequences of numbers, each document with a tail."""
+    sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
+    lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
+    if tail:
+        lengths[np.cumsum(sizes) - 1] += len(tail)
+    pieces = list(chain.from_iterable(((*sequences, tail) for sequences in documents) if tail else documents))
+    if any(isinstance(piece, np.ndarray) for piece in pieces[:1]):
+        tokens = np.concatenate([np.asarray(piece, np.uint32) for piece in pieces]).astype(dtype)
+    else:
+        tokens = np.fromiter(chain.from_iterable(pieces), dtype, count=int(lengths.sum(dtype=np.int64)))
+    return Packed(tokens=tokens, lengths=lengths, sizes=sizes)
+
+
+class Encoder:
+    """Turns chunks into packed tokens, of conversations also into a mask of those to predict; each worker has one."""
+
+    def __init__(
+        self, job: Job, tokenizer: Tokenizer, fast: FastEncoder | None = None, template: Template | None = None
+    ) -> None:
         if job.append_eod and tokenizer.eod is None:
             raise DataError("--append-eod: this tokenizer has no end-of-document token")
-        self._job = job
-        self._encode_batch: Callable[[Sequence[str]], Sequence[Ids]] = tokenizer.encode_batch
-        if fast is not None:
-            self._encode_batch = fast.encode_batch
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._fast = fast
+        self._job, self._tokenizer, self._fast, self._template = job, tokenizer, fast, template
+        self._encode_batch: Callable[[Sequence[str]], Sequence[Ids]] = (fast or tokenizer).encode_batch
+        self._dtypes = job.dtypes(tokenizer)
         self._tail = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
@@ -146,52 +211,25 @@ class Encoder:
         if chunk.long is not None:
             with closing(chunk.long) as line:
                 return self._encode_long(chunk, line)
+        if self._template is not None:
+            return self._encode_conversations(chunk, self._template)
         parsed = parse(chunk, self._job.json_keys)
-        encoded = [self._encode(texts) for texts in parsed.texts]
+        encoded = [self._sequences(texts) for texts in parsed.texts]
         # A document without tokens under one key is left out under all, so that the outputs stay aligned.
         groups = enumerate(zip(*encoded, strict=True))
         kept = [number for number, group in groups if all(any(map(len, sequences)) for sequences in group)]
-        total = len(parsed.texts[0])
-        made = tuple(packed([documents[number] for number in kept], self._dtype, self._tail) for documents in encoded)
-        digests = b""
-        if self._job.deduplicate:
-            digests = b"".join(_digest([texts[number] for texts in parsed.texts]) for number in kept)
-        return Encoded(packed=made, documents=len(kept), empty=total - len(kept), bad=parsed.bad, digests=digests)
+        return Encoded(
+            packed=tuple(
+                _packed([documents[number] for number in kept], dtype, self._tail)
+                for documents, dtype in zip(encoded, self._dtypes, strict=True)
+            ),
+            documents=len(kept),
+            empty=len(parsed.texts[0]) - len(kept),
+            bad=parsed.bad,
+            digests=tuple(self._digests([texts[number] for texts in parsed.texts] for number in kept)),
+        )
 
-    def _encode_long(self, chunk: Chunk, line: LongLine) -> Encoded:
-        """Parse and tokenize a long line, with a part of each text in memory."""
-        try:
-            texts = line.texts(self._job.json_keys)
-        except ValueError as error:
-            bad = [BadLine(chunk.source, chunk.first_line, str(error))]
-            nothing = tuple(packed([], self._dtype) for _ in self._job.json_keys)
-            return Encoded(packed=nothing, documents=0, empty=0, bad=bad)
-        if texts is None:
-            return self(replace(chunk, data=line.read(), long=None))
-        made = tuple(map(self._spooled, texts))
-        if any(not part.document_sizes for part in made):
-            close_files(made)
-            made = tuple(packed([], self._dtype) for _ in made)
-            return Encoded(packed=made, documents=0, empty=1, bad=[])
-        digests = _digest(texts) if self._job.deduplicate else b""
-        return Encoded(packed=made, documents=1, empty=0, bad=[], digests=digests)
-
-    def _spooled(self, text: LongText) -> Packed:
-        """The tokens of a text in a temporary file; no document if there are none."""
-        assert self._fast is not None, "only an encoder that divides texts gets long lines"
-        file = unnamed_file(Path(self._job.output_prefix).absolute().parent)
-        length = 0
-        for ids in self._fast.encode_parts(text):
-            file.write(ids.astype(self._dtype).tobytes())
-            length += len(ids)
-        if not length:
-            return replace(packed([], self._dtype), tokens=file)
-        file.write(np.array(self._tail, self._dtype).tobytes())
-        file.seek(0)
-        lengths = np.array([length + len(self._tail)], np.int32)
-        return Packed(tokens=file, lengths=lengths.tobytes(), document_sizes=np.ones(1, np.int64).tobytes())
-
-    def _encode(self, texts: list[str]) -> list[list[Ids]]:
+    def _sequences(self, texts: list[str]) -> list[list[Ids]]:
         """Token ids of the sequences of each document."""
         if not self._job.split_sentences:
             return [[ids] for ids in self._encode_batch(texts)]
@@ -199,42 +237,55 @@ class Encoder:
         ids: Iterator[Ids] = iter(self._encode_batch(list(chain.from_iterable(split))))
         return [[sequence for _ in sentences if len(sequence := next(ids))] for sentences in split]
 
+    def _digests(self, documents: Iterable[Sequence[str | LongText]]) -> Iterator[bytes]:
+        """What tells documents from others, by all their texts."""
+        for texts in documents if self._job.deduplicate else ():
+            digest = hashlib.blake2b(digest_size=16)
+            for text in texts:
+                length = 0
+                for piece in [text] if isinstance(text, str) else text:
+                    data = piece.encode()
+                    digest.update(data)
+                    length += len(data)
+                digest.update(length.to_bytes(8, "little"))  # behind the text, so that a long one is read once
+            yield digest.digest()
 
-def _digest(texts: Sequence[str | LongText]) -> bytes:
-    """What tells a document from others, by all its texts."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for text in texts:
-        length = 0
-        for piece in [text] if isinstance(text, str) else text:
-            data = piece.encode()
-            digest.update(data)
-            length += len(data)
-        digest.update(length.to_bytes(8, "little"))  # behind the text, so that a long one is read once
-    return digest.digest()
-
-
-class ConversationEncoder:
-    """Turns chunks of conversations into packed tokens, and a packed mask of those to predict.
-
-    Args:
-        job: what to preprocess.
-        tokenizer: makes the tokens.
-        template: renders messages.
-    """
-
-    def __init__(self, job: Job, tokenizer: Tokenizer, template: Template) -> None:
-        self._tokenizer, self._template, self._dtypes = tokenizer, template, job.dtypes(tokenizer)
-
-    def __call__(self, chunk: Chunk) -> Encoded:
-        """Parse, render and tokenize a chunk."""
-        rendered, bad = rendered_lines(chunk, self._template)
-        tokens, masks = list[list[list[int]]](), list[list[list[int]]]()
+    def _encode_conversations(self, chunk: Chunk, template: Template) -> Encoded:
+        rendered, bad = rendered_lines(chunk, template)
+        outputs: tuple[list[list[list[int]]], ...] = [], []  # tokens, and which of them are predicted
         for passages in rendered:
             encoded = [encode_passage(self._tokenizer, passage) for passage in passages]
-            tokens.append([list(chain.from_iterable(ids for ids, _ in encoded))])
-            masks.append([list(chain.from_iterable(mask for _, mask in encoded))])
-        made = tuple(packed(*pair) for pair in zip((tokens, masks), self._dtypes, strict=True))
-        return Encoded(packed=made, documents=len(tokens), empty=0, bad=bad)
+            for output, parts in zip(outputs, zip(*encoded, strict=True), strict=True):
+                output.append([list(chain.from_iterable(parts))])
+        packed = tuple(_packed(*pair) for pair in zip(outputs, self._dtypes, strict=True))
+        return Encoded(packed=packed, documents=len(rendered), empty=0, bad=bad)
+
+    def _encode_long(self, chunk: Chunk, line: LongLine) -> Encoded:
+        """Parse and tokenize a long line, with a part of each text in memory."""
+        nothing = tuple(_packed([], dtype) for dtype in self._dtypes)
+        try:
+            texts = line.texts(self._job.json_keys)
+        except ValueError as error:
+            bad = [BadLine(chunk.source, chunk.first_line, str(error))]
+            return Encoded(packed=nothing, documents=0, empty=0, bad=bad)
+        if texts is None:
+            return self(replace(chunk, data=line.read(), long=None))
+        spooled = tuple(map(self._spooled, texts, self._dtypes))
+        if any(int(part.lengths[0]) == len(self._tail) for part in spooled):
+            for part in spooled:
+                part.some(np.zeros(1, np.bool_))
+            return Encoded(packed=nothing, documents=0, empty=1, bad=[])
+        return Encoded(packed=spooled, documents=1, empty=0, bad=[], digests=tuple(self._digests([texts])))
+
+    def _spooled(self, text: LongText, dtype: np.dtype) -> Packed:
+        """The tokens of a text, as one sequence in a temporary file."""
+        assert self._fast is not None, "only an encoder that divides texts gets long lines"
+        file = unnamed_file(Path(self._job.output_prefix).absolute().parent)
+        for ids in chain(self._fast.encode_parts(text), [np.array(self._tail, dtype)]):
+            file.write(ids.astype(dtype).tobytes())
+        length = file.tell() // dtype.itemsize
+        file.seek(0)
+        return Packed(tokens=file, lengths=np.array([length], np.int32), sizes=np.ones(1, np.int64))
 
 
 def preprocess(
@@ -261,43 +312,67 @@ def preprocess(
             output then.
     """
     _check(job)
-    begun = time.monotonic()
-    report = Report()
+    assert template is not None or not job.sft, "conversations need one"
+    begun, report, seen = time.monotonic(), Report(), set[bytes]()
     chunks = partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
     if fast is not None and fast.divides:
         in_parts = not (job.split_sentences or job.sft)
         chunks = partial(_chunks, job, MOST_DIVIDED_BYTES, long_line_bytes if in_parts else None)
     if fast is not None and not fast.agrees(_first_texts(job, chunks), job.workers):
         fast, chunks = None, partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
-    encoder: ChunkEncoder = Encoder(job, tokenizer, fast)
-    seen: set[bytes] = set()
-    if job.sft:
-        assert template is not None, "conversations need one"
-        encoder = ConversationEncoder(job, tokenizer, template)
+    encoder = Encoder(job, tokenizer, fast, template if job.sft else None)
     with ExitStack() as stack:
         outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
         writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
         workers = Workers(job.workers, encoder, tokenizer)
         stack.callback(workers.close)
         for chunk, encoded in workers.encoded(lambda places: chunks(places=places)):
+            if encoded.bad and job.strict:
+                raise DataError(f"{encoded.bad[0]} (--strict)")
             if job.deduplicate:
-                encoded = _without_repeated(encoded, seen, job, tokenizer, report)
-            _count(report, job, chunk, encoded)
+                encoded = _without_repeated(encoded, seen, report)
+            report.documents += encoded.documents
+            report.empty += encoded.empty
+            report.text_bytes += chunk.size
+            report.file_bytes += chunk.file_bytes
+            report.bad_count += len(encoded.bad)
+            report.bad.extend(encoded.bad[: _BAD_KEPT - len(report.bad)])
             for writer, part in zip(writers, encoded.packed, strict=True):
-                _write(writer, part)
+                tokens = part.tokens
+                if not isinstance(tokens, np.ndarray):
+                    with closing(tokens) as file:
+                        for block in iter(lambda: file.read(_COPIED_BYTES), b""):
+                            writer.begin_sequence(np.frombuffer(block, writer.dtype))
+                    tokens = np.empty(0)
+                writer.extend(tokens.astype(writer.dtype, copy=False), part.lengths, part.sizes)
             report.tokens = sum(writer.num_tokens for writer in (writers[:1] if job.sft else writers))
             report.seconds = time.monotonic() - begun
             on_progress(report)
         if job.sft and report.bad:
             raise DataError(_all_bad(report))
         if report.documents == 0:
-            raise DataError(_nothing(job, report))
+            where = job.inputs[0] if len(job.inputs) == 1 else f"the {len(job.inputs)} input files"
+            first = f"; the first bad line is {report.bad[0]}" if report.bad else ""
+            left_out = f"{counted(report.bad_count, 'bad line')}, {counted(report.empty, 'empty document')}"
+            raise DataError(f"{where}: no documents in it ({left_out}{first})")
         if job.sft:  # before the tokens, which would otherwise all be predicted
             writers.pop().commit()
         for writer in writers:
             writer.commit(_sidecar(writer, tokenizer, workers.ids_fingerprint(), job))
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _without_repeated(encoded: Encoded, seen: set[bytes], report: Report) -> Encoded:
+    """A chunk without the documents that an earlier one, or an earlier place in it, has; adds its own to `seen`."""
+    keep = np.zeros(encoded.documents, np.bool_)
+    for number, digest in enumerate(encoded.digests):
+        keep[number] = digest not in seen
+        seen.add(digest)
+    if keep.all():
+        return encoded
+    report.repeated += int((~keep).sum())
+    return replace(encoded, packed=tuple(part.some(keep) for part in encoded.packed), documents=int(keep.sum()))
 
 
 def _chunks(
@@ -310,13 +385,12 @@ def _chunks(
 ) -> Iterator[Chunk]:
     """The inputs, or some of them, in order; with `long_line_bytes`, longer JSON lines are in temporary files beside
     the outputs."""
-    folder = Path(job.output_prefix).absolute().parent
     read = partial(read_chunks, text_unit=job.text_unit, most_document_bytes=most_document_bytes, columns=job.columns)
-    read = partial(read, places=places)
     if long_line_bytes is not None:
-        read = partial(read, long_line=partial(LongLine, folder), long_line_bytes=long_line_bytes)
+        long_line = partial(LongLine, Path(job.output_prefix).absolute().parent)
+        read = partial(read, long_line=long_line, long_line_bytes=long_line_bytes)
     for path in job.inputs if inputs is None else inputs:
-        yield from read(path)
+        yield from read(path, places=places)
 
 
 def _first_texts(job: Job, chunks: Callable[..., Iterator[Chunk]]) -> list[str]:
@@ -334,51 +408,90 @@ def _first_texts(job: Job, chunks: Callable[..., Iterator[Chunk]]) -> list[str]:
     return texts
 
 
-def _write(writer: IndexedWriter, part: Packed) -> None:
-    """Append the tokens of a chunk to an output."""
-    tokens = part.tokens
-    if not isinstance(tokens, bytes):
-        with closing(tokens) as file:
-            for block in iter(lambda: file.read(_COPIED_BYTES), b""):
-                writer.begin_sequence(np.frombuffer(block, writer.dtype))
-        tokens = b""
-    lengths, sizes = np.frombuffer(part.lengths, np.int32), np.frombuffer(part.document_sizes, np.int64)
-    writer.extend(np.frombuffer(tokens, writer.dtype), lengths, sizes)
+class Workers:
+    """The processes that tokenize, or this one alone.
 
-
-def _without_repeated(encoded: Encoded, seen: set[bytes], job: Job, tokenizer: Tokenizer, report: Report) -> Encoded:
-    """A chunk without the documents that an earlier one, or an earlier place in it, has.
+    Text does not pass through pipes where a worker can read its chunk from the file.
 
     Args:
-        encoded: the chunk.
-        seen: digests of the documents so far; those of this chunk are added.
-        job: of the run.
-        tokenizer: its.
-        report: counts what is left out.
+        count: of the processes; 1: this one alone.
+        encoder: of the chunks.
+        tokenizer: whose ids are told apart.
     """
-    keep = np.zeros(encoded.documents, bool)
-    for number in range(encoded.documents):
-        digest = encoded.digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
-        keep[number] = digest not in seen
-        seen.add(digest)
-    if keep.all():
-        return encoded
-    close_files(encoded.packed)
-    report.repeated += int((~keep).sum())
-    parts = tuple(
-        _some_documents(part, keep, dtype) for part, dtype in zip(encoded.packed, job.dtypes(tokenizer), strict=True)
-    )
-    return replace(encoded, packed=parts, documents=int(keep.sum()))
+
+    def __init__(self, count: int, encoder: Encoder, tokenizer: Tokenizer) -> None:
+        self._encoder, self._tokenizer, self._most = encoder, tokenizer, 2 * count + 2  # chunks under way
+        self._pool: ProcessPoolExecutor | None = None
+        self._ids: Future[str] | None = None
+        if count > 1:
+            # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
+            context = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
+            shared = (encoder, tokenizer, os.getpid())
+            self._pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=shared)
+
+    def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Every chunk with its encoding, in order, with a bounded number under way.
+
+        This process encodes long lines, whose temporary files have no name by which a worker could open them.
+
+        Args:
+            chunks: makes them; its argument is whether they may have a place instead of data.
+        """
+        if self._pool is None:
+            yield from ((chunk, self._encoder(chunk)) for chunk in chunks(False))
+            return
+        self._ids = self._pool.submit(_ids_in_worker)
+        under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
+        size = 0
+        for chunk in chain(chunks(True), [None]):
+            if chunk is not None:
+                under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk)))
+                size += 0 if chunk.long else chunk.size
+            while under_way and (
+                chunk is None
+                or len(under_way) > self._most
+                or (size > 2 * self._most * CHUNK_BYTES and len(under_way) > 1)
+            ):
+                first, future = under_way.popleft()
+                size -= 0 if first.long else first.size
+                yield first, self._encoder(first) if future is None else future.result()
+
+    def ids_fingerprint(self) -> str:
+        """That of the tokenizer, which a worker makes."""
+        return self._ids.result() if self._ids is not None else ids_fingerprint(self._tokenizer)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
-def _some_documents(part: Packed, keep: NDArray[np.bool_], dtype: np.dtype) -> Packed:
-    """The tokens of some of the documents."""
-    lengths, sizes = np.frombuffer(part.lengths, np.int32), np.frombuffer(part.document_sizes, np.int64)
-    sequences = np.repeat(keep, sizes)
-    if not isinstance(part.tokens, bytes):  # the one document of a long line
-        return packed([], dtype)
-    tokens = np.frombuffer(part.tokens, dtype)[np.repeat(sequences, lengths)]
-    return Packed(tokens=tokens.tobytes(), lengths=lengths[sequences].tobytes(), document_sizes=sizes[keep].tobytes())
+_worker: tuple[Encoder, Tokenizer]  # in a worker process: what it works with
+
+
+def _start_worker(encoder: Encoder, tokenizer: Tokenizer, parent: int) -> None:
+    global _worker
+    _worker = encoder, tokenizer
+    # The main process answers Ctrl-C and SIGTERM for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.disable()  # nothing here makes cycles, and collecting would walk millions of live integers
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone: a pool's worker would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    return _worker[0](chunk.loaded())
+
+
+def _ids_in_worker() -> str:
+    return ids_fingerprint(_worker[1])
 
 
 def _check(job: Job) -> None:
@@ -399,17 +512,6 @@ def _check(job: Job) -> None:
     refuse_overwriting(outputs, [*job.inputs, *([job.tokenizer] if job.tokenizer else [])])
 
 
-def _count(report: Report, job: Job, chunk: Chunk, encoded: Encoded) -> None:
-    if encoded.bad and job.strict:
-        raise DataError(f"{encoded.bad[0]} (--strict)")
-    report.documents += encoded.documents
-    report.empty += encoded.empty
-    report.text_bytes += chunk.size
-    report.file_bytes += chunk.file_bytes
-    report.bad_count += len(encoded.bad)
-    report.bad.extend(encoded.bad[: _BAD_KEPT - len(report.bad)])
-
-
 def _all_bad(report: Report) -> str:
     """The bad lines, each on a line, or the first of them."""
     shown = [str(line) for line in report.bad[:_BAD_SHOWN]]
@@ -421,13 +523,6 @@ def _all_bad(report: Report) -> str:
             *([f"and {more} more"] if more else []),
         ]
     )
-
-
-def _nothing(job: Job, report: Report) -> str:
-    where = job.inputs[0] if len(job.inputs) == 1 else f"the {len(job.inputs)} input files"
-    first = f"; the first bad line is {report.bad[0]}" if report.bad else ""
-    left_out = f"{counted(report.bad_count, 'bad line')}, {counted(report.empty, 'empty document')}"
-    return f"{where}: no documents in it ({left_out}{first})"
 
 
 def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, tokenizer_ids: str, job: Job) -> Sidecar:

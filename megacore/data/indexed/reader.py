@@ -253,10 +253,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, st
         raise DataError(f"{dataset.idx_path}: holds {dataset.dtype.name} values, not token ids")
     stop = dataset.num_tokens if stop is None else min(stop, dataset.num_tokens)
     for begin in range(start, stop, _SCAN):
-        part = dataset.tokens(begin, min(begin + _SCAN, stop))
-        if part.max() >= vocab_size or part.min() < 0:
-            at = begin + int(np.argmax((part >= vocab_size) | (part < 0)))
-            raise token_error(dataset, at, vocab_size)
+        _require_ids(dataset, begin, dataset.tokens(begin, min(begin + _SCAN, stop)), vocab_size)
 
 
 def int64_tokens(dataset: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> NDArray[np.int64]:
@@ -266,18 +263,20 @@ def int64_tokens(dataset: IndexedDataset, start: int, stop: int, vocab_size: int
         DataError: One of them is outside the vocabulary, whose size is given.
     """
     values = dataset.tokens(start, stop).astype(np.int64)
-    if vocab_size is not None and len(values) and (values.max() >= vocab_size or values.min() < 0):
-        at = int(np.argmax((values >= vocab_size) | (values < 0)))
-        raise token_error(dataset, start + at, vocab_size)
+    if vocab_size is not None:
+        _require_ids(dataset, start, values, vocab_size)
     return values
 
 
-def token_error(dataset: IndexedDataset, position: int, vocab_size: int) -> DataError:
-    """The error for a token id outside the vocabulary at a position of the .bin."""
+def _require_ids(dataset: IndexedDataset, start: int, values: NDArray, vocab_size: int) -> None:
+    """Refuse a token outside the vocabulary among those from `start` on."""
+    if not len(values) or (values.max() < vocab_size and values.min() >= 0):
+        return
+    at = int(np.argmax((values >= vocab_size) | (values < 0)))
     # Sequences of length 0 share their start with the next one: the last that starts at or before it holds the token.
-    sequence = int(np.searchsorted(dataset.sequence_pointers, position * dataset.dtype.itemsize, side="right")) - 1
-    token = int(dataset.tokens(position, position + 1)[0])
-    return DataError(
-        f"{dataset.bin_path}: sequence {sequence} holds the token id {token}, outside the vocabulary of {vocab_size}: "
-        "the dataset was made with another tokenizer"
+    position = (start + at) * dataset.dtype.itemsize
+    sequence = int(np.searchsorted(dataset.sequence_pointers, position, side="right")) - 1
+    raise DataError(
+        f"{dataset.bin_path}: sequence {sequence} holds the token id {int(values[at])}, outside the vocabulary of "
+        f"{vocab_size}: the dataset was made with another tokenizer"
     )

@@ -1,8 +1,11 @@
-"""The small JSON beside a dataset: how many tokens it holds, and which tokenizer made them.
+"""What lies beside a dataset `P.bin` and `P.idx`: a small JSON, and perhaps a loss mask.
 
-Megatron-LM's format knows neither the tokenizer nor the largest id; `P.json` beside `P.bin` does. A sidecar is believed
-only while it is at least as new as both files and records their exact lengths; otherwise the dataset is simply treated
-as one without a sidecar. It holds no times or paths, so equal inputs give equal bytes.
+`P.json` says how many tokens it holds, and which tokenizer made them: Megatron-LM's format knows neither the tokenizer
+nor the largest id. It is believed only while it is at least as new as both files and records their exact lengths;
+otherwise the dataset is treated as one without it. It holds no times or paths, so equal inputs give equal bytes.
+
+`P_loss_mask.bin` and `.idx` say which tokens a model is to predict. They are an ordinary dataset of uint8 with the
+sequences and documents of P: 1 where the token is predicted, else 0. A dataset without them is predicted whole.
 """
 
 from __future__ import annotations
@@ -15,12 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from megacore.data.indexed.reader import IndexedDataset
-from megacore.files import read_bounded
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.indexed.reader import DTYPES, IndexedDataset, bin_path, idx_path
+from megacore.errors import DataError
+from megacore.safe_json import read_json
 
 _FORMAT = "megacore-dataset-1"
 _MOST_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
+MASK_DTYPE: np.dtype = DTYPES[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,18 +90,19 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     path = sidecar_path(dataset.prefix)
     try:
         written = path.stat().st_mtime_ns
-        values = json.loads(read_bounded(path, _MOST_BYTES))
+        values = read_json(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         _LOG.warning("%s: ignored, not readable as JSON (%s)", path, error)
         return None
     if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
         return None
-    sidecar = _from_values(values)
-    if sidecar is None:
+    types, values = typing.get_type_hints(Sidecar), {"tokenizer_ids": None, **values}
+    if values.keys() != types.keys() or not all(isinstance(values[name], kind) for name, kind in types.items()):
         _LOG.warning("%s: ignored, its fields are not those of a sidecar", path)
         return None
+    sidecar = Sidecar(**values)
     files = dataset.bin_path.stat(), dataset.idx_path.stat()
     matches = (sidecar.bin_bytes, sidecar.idx_bytes) == (files[0].st_size, files[1].st_size)
     if not matches or written < max(file.st_mtime_ns for file in files):
@@ -102,10 +111,43 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     return sidecar
 
 
-def _from_values(values: dict[str, object]) -> Sidecar | None:
-    """A sidecar of exactly its fields, each of its type."""
-    types = typing.get_type_hints(Sidecar)
-    values = {"tokenizer_ids": None, **values}
-    if values.keys() != types.keys() or not all(isinstance(values[name], kind) for name, kind in types.items()):
+def loss_mask_prefix(prefix: str | Path) -> str:
+    """Prefix of the loss mask of a dataset prefix."""
+    return f"{prefix}_loss_mask"
+
+
+def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset | None:
+    """The loss mask of a dataset; None where it has none.
+
+    Raises:
+        DataError: The mask is damaged, or of another dataset.
+    """
+    prefix = loss_mask_prefix(dataset.prefix)
+    if not idx_path(prefix).exists() and not bin_path(prefix).exists():
         return None
-    return Sidecar(**values)  # type: ignore[arg-type]
+    mask = IndexedDataset(prefix)
+    same = np.array_equal(mask.sequence_lengths, dataset.sequence_lengths) and np.array_equal(
+        mask.document_indices, dataset.document_indices
+    )
+    if mask.dtype != MASK_DTYPE or not same:
+        raise DataError(
+            f"{mask.idx_path} is not the loss mask of {dataset.idx_path}: it has other sequences, or is not of "
+            f"{MASK_DTYPE.name}: preprocess the dataset again, or remove {prefix}.bin and .idx to predict every token"
+        )
+    return mask
+
+
+def is_predicted(mask: IndexedDataset, start: int, stop: int) -> NDArray[np.uint8]:
+    """The values of a loss mask for the tokens [start, stop).
+
+    Raises:
+        DataError: One is neither 0 nor 1.
+    """
+    values: NDArray[np.uint8] = mask.tokens(start, stop)
+    if len(values) and values.max() > 1:
+        at = int(np.argmax(values > 1))
+        raise DataError(
+            f"{mask.bin_path} has the value {values[at]} for token {start + at}, and a loss mask has 0 and 1 only: "
+            f"preprocess the dataset again, or remove {mask.prefix}.bin and .idx to predict every token"
+        )
+    return values

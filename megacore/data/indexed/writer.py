@@ -18,9 +18,8 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megacore.data.indexed.loss_mask import loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
-from megacore.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path
+from megacore.data.indexed.sidecar import Sidecar, loss_mask_prefix, open_loss_mask, read_sidecar, sidecar_path
 from megacore.errors import DataError
 from megacore.files import naming, sync, take_lock
 
@@ -156,7 +155,15 @@ class IndexedWriter:
                 with naming(note), open(note, "wb") as file:
                     file.write(sidecar.to_bytes())
                     _sync(file)
-            self._publish(index, note if sidecar is not None else None)
+            # The old .idx goes first and the new one comes last, so that the parts never mix.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            sidecar_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._partial, bin_path(self.prefix))
+            self._published = True
+            if sidecar is not None:
+                os.replace(note, sidecar_path(self.prefix))
+            os.replace(index, idx_path(self.prefix))
+            sync(idx_path(self.prefix).parent)
         finally:
             index.unlink(missing_ok=True)
             note.unlink(missing_ok=True)
@@ -174,27 +181,16 @@ class IndexedWriter:
 
     def _write_index(self, file: BinaryIO) -> None:
         file.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-        for block in _blocks(_rewound(self._lengths)):
+        for block in _blocks(self._lengths):
             file.write(block)
         offset = 0
-        for block in _blocks(_rewound(self._lengths)):
+        for block in _blocks(self._lengths):
             sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
             ends = np.cumsum(sizes) + offset
             file.write((ends - sizes).astype("<i8").tobytes())
             offset = int(ends[-1])
-        for block in _blocks(_rewound(self._boundaries)):
+        for block in _blocks(self._boundaries):
             file.write(block)
-
-    def _publish(self, index: Path, note: Path | None) -> None:
-        """Rename into place. The old .idx goes first and the new one comes last, so that the parts never mix."""
-        idx_path(self.prefix).unlink(missing_ok=True)
-        sidecar_path(self.prefix).unlink(missing_ok=True)
-        os.replace(self._partial, bin_path(self.prefix))
-        self._published = True
-        if note is not None:
-            os.replace(note, sidecar_path(self.prefix))
-        os.replace(index, idx_path(self.prefix))
-        sync(idx_path(self.prefix).parent)
 
 
 def require_prefix(prefix: str) -> None:
@@ -277,16 +273,12 @@ def merge(
             on_copied(dataset.bin_path.stat().st_size)
         total = Sidecar.total(known) if len(known) == len(datasets) else None
         if masks:  # before the tokens, which would otherwise all be predicted
-            _concatenate(masks, mask_prefix)
+            with IndexedWriter(mask_prefix, masks[0].dtype) as mask_writer:
+                for mask in masks:
+                    mask_writer.append(mask)
+                mask_writer.commit()
         writer.commit(total)
     return total
-
-
-def _concatenate(datasets: Sequence[IndexedDataset], output_prefix: str) -> None:
-    with IndexedWriter(output_prefix, datasets[0].dtype) as writer:
-        for dataset in datasets:
-            writer.append(dataset)
-        writer.commit()
 
 
 def _open_locked(path: Path) -> BinaryIO:
@@ -309,8 +301,11 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.read(8 * _CHUNK), b"")
+def _blocks(spool: BinaryIO) -> Iterator[bytes]:
+    """What was written to a file, from its beginning."""
+    spool.flush()
+    spool.seek(0)
+    return iter(lambda: spool.read(8 * _CHUNK), b"")
 
 
 def _copy_sparse(file: BinaryIO, target: int, offset: int) -> None:
@@ -330,20 +325,6 @@ def _copy_sparse(file: BinaryIO, target: int, offset: int) -> None:
             data = os.pread(source, min(_COPY, stop - start), start)
             if not data:
                 raise OSError(errno.EIO, "the dataset became shorter while it was read", file.name)
-            _write_at(target, memoryview(data), offset + start)
-            start += len(data)
+            start += os.pwrite(target, data, offset + start)  # on a disk that is nearly full, a part of it
         position = stop
     os.ftruncate(target, offset + size)
-
-
-def _write_at(target: int, data: memoryview, offset: int) -> None:
-    """Write all of the data at an offset. On a disk that is nearly full a call writes a part; only the next fails."""
-    while data:
-        written = os.pwrite(target, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _rewound(spool: BinaryIO) -> BinaryIO:
-    spool.flush()
-    spool.seek(0)
-    return spool

@@ -14,7 +14,6 @@ with the tokenizer's end-of-document token after each reply. A prompt and its co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from typing import Any, Literal, Protocol
 from megacore.data.tokenizers.bounded import Bounded, LimitExceeded
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
-from megacore.files import read_bounded
+from megacore.safe_json import read_json
 
 ChatTemplate = Literal["auto", "tokenizer", "plain"]
 Message = Mapping[str, Any]
@@ -181,8 +180,8 @@ def has_chat_template(path: str | Path) -> bool:
     if (folder / "chat_template.jinja").exists():
         return True
     try:
-        config = json.loads(read_bounded(folder / "tokenizer_config.json", 1 << 28))
-    except (OSError, ValueError, RecursionError):
+        config = read_json(folder / "tokenizer_config.json", 1 << 28, unique=False)
+    except (OSError, ValueError):
         return False
     return isinstance(config, dict) and bool(config.get("chat_template"))
 

@@ -12,23 +12,23 @@ only: `WordTable` has the ids of the others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megacore.data.tokenizers.same_ids import characters
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
-from megacore.data.tokenizers.word_division import DIVISIONS, GPT2, Division
-from megacore.data.tokenizers.word_table import WordTable
+from megacore.data.tokenizers.words import DIVISIONS, GPT2, Division, WordTable
 
 if TYPE_CHECKING:
     import tiktoken
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
 _PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
-_RUN = 64  # code points of a probe
 _TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
 _SHARES = 4  # of a comparison for each process, so that all end at about the same time
 _WHOLE = 1 << 18  # characters that are encoded at once, where a text can be divided
@@ -75,31 +74,16 @@ class FastEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of every text."""
-        words, ids = self._words, dict[int, NDArray[np.uint32]]()
-        if words is None:
-            return [self.encode(text) for text in texts]
-        group, size = dict[int, bytes](), 0
-        unknown = list[int]()  # numbers of texts that only the tokenizer knows
-
-        def look_up() -> None:
-            ids.update(zip(group, words.encode_batch([*group.values()]), strict=True))
-            group.clear()
-
-        for number, text in enumerate(texts):
-            if len(text) > _TOGETHER:
-                ids[number] = self.encode(text)
-            elif (data := self._as_bytes(text)) is None:
-                unknown.append(number)
-            else:
-                group[number] = data
-                size += len(data)
-                if size >= _TOGETHER:
-                    look_up()
-                    size = 0
-        look_up()
-        for number, found in zip(unknown, self._tokenizer.encode_batch([texts[n] for n in unknown]), strict=True):
-            ids[number] = np.array(found, np.uint32)
-        return [ids[number] for number in range(len(texts))]
+        ids = dict[int, NDArray[np.uint32]]()
+        if self._words is not None:
+            short = ((number, text) for number, text in enumerate(texts) if len(text) <= _TOGETHER)
+            known = {number: text.encode() for number, text in short if self._is_plain(text)}
+            ends = accumulate(map(len, known.values()))
+            for _, group in groupby(zip(known, ends, strict=True), lambda item: item[1] // _TOGETHER):
+                numbers = [number for number, _ in group]
+                found = self._words.encode_batch([known[number] for number in numbers])
+                ids.update(zip(numbers, found, strict=True))
+        return [ids[number] if number in ids else self.encode(text) for number, text in enumerate(texts)]
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
@@ -110,6 +94,13 @@ class FastEncoder:
     def encode_parts(self, pieces: Iterable[str]) -> Iterator[NDArray[np.uint32]]:
         """The ids of a text that comes in pieces, a part at a time; only for an encoder that `divides`."""
         return map(self._encode_part, _parts(pieces, _WHOLE))
+
+    def _encode_part(self, text: str) -> NDArray[np.uint32]:
+        if not self._is_plain(text):
+            return np.array(self._tokenizer.encode_batch([text])[0], np.uint32)
+        if self._words is None:
+            return np.array(self._encoding.encode_ordinary(text), np.uint32)
+        return self._words.encode_batch([text.encode()])[0]
 
     @cached_property
     def divides(self) -> bool:
@@ -128,26 +119,14 @@ class FastEncoder:
         encoded = zip(*map(self.encode_batch, (wholes, firsts, seconds)), strict=True)
         return all(whole.tolist() == [*first, *second] for whole, first, second in encoded)
 
-    def _encode_part(self, text: str) -> NDArray[np.uint32]:
-        if self._words is not None and (data := self._as_bytes(text)) is not None:
-            return self._words.encode_batch([data])[0]
-        if self._words is None and self._is_plain(text):
-            return np.array(self._encoding.encode_ordinary(text), np.uint32)
-        return np.array(self._tokenizer.encode(text), np.uint32)
-
-    def _as_bytes(self, text: str) -> bytes | None:
-        """A text in UTF-8, if the encoder knows all that is in it."""
-        return text.encode() if self._is_plain(text) else None
-
     def agrees(self, texts: Sequence[str], workers: int = 1) -> bool:
         """Whether the tokenizer itself gives the same ids for these texts, which `workers` processes share."""
         if workers == 1 or sys.platform != "linux":
             return self._agrees(texts)
+        shares = [texts[number :: _SHARES * workers] for number in range(_SHARES * workers)]
         # Forked, so that neither the encoder nor the texts are sent.
-        fork = multiprocessing.get_context("fork")
-        shares = _SHARES * workers
-        with ProcessPoolExecutor(workers, fork, initializer=_share, initargs=(self, texts, shares)) as pool:
-            return all(pool.map(_agrees_on_share, range(shares)))
+        with multiprocessing.get_context("fork").Pool(workers, _start_comparison, (self._agrees, shares)) as pool:
+            return all(pool.imap(_compare, range(len(shares))))
 
     def _agrees(self, texts: Sequence[str]) -> bool:
         pairs = zip(self.encode_batch(texts), self._tokenizer.encode_batch(texts), strict=True)
@@ -159,18 +138,17 @@ class FastEncoder:
         return self._normal_form is None or text.isascii() or unicodedata.is_normalized(self._normal_form, text)
 
 
-_shared: tuple[FastEncoder, Sequence[str], int] | None = None  # in a process that shares a comparison
+_compared: tuple[Callable[[Sequence[str]], bool], list[Sequence[str]]]  # in a process that shares a comparison
 
 
-def _share(*shared: Any) -> None:
-    global _shared
-    _shared = shared
+def _start_comparison(*compared: Any) -> None:
+    global _compared
+    _compared = compared
 
 
-def _agrees_on_share(number: int) -> bool:
-    assert _shared is not None
-    encoder, texts, shares = _shared
-    return encoder._agrees(texts[number::shares])
+def _compare(number: int) -> bool:
+    agrees, shares = _compared
+    return agrees(shares[number])
 
 
 def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
@@ -207,13 +185,13 @@ def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
         import tiktoken
     except ImportError:
         return None
-    to_byte = _bytes_of_letters()
+    letters = _bytes_of_letters()
     tokens = described.get("added_tokens", ())
     added = {token["content"] for token in tokens}
     strips = any(token.get("lstrip") or token.get("rstrip") for token in tokens)
     try:
         ranks = {
-            bytes(to_byte[letter] for letter in token): number
+            bytes(letters[letter] for letter in token): number
             for token, number in described["model"]["vocab"].items()
             if token not in added
         }
@@ -222,8 +200,12 @@ def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
         return None
     division = DIVISIONS.get(pattern)
     new = partial(FastEncoder, tokenizer, encoding, sorted(added), form, strips_spaces=strips, division=division)
+    probes = list(characters(_PROBED, " {0}a{0}1{0}."))
+    for token in ranks:
+        with contextlib.suppress(UnicodeDecodeError):  # part of a character is no text by itself
+            probes += (token.decode(), f"x{token.decode()}y")
     # Another one is returned than is tried, which has the words of the user's texts only.
-    return new() if new().agrees([*_tokens(ranks), *_characters()], workers) else None
+    return new() if new().agrees(probes, workers) else None
 
 
 def _is_plain_bpe(model: dict[str, Any]) -> bool:
@@ -257,22 +239,3 @@ def _bytes_of_letters() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _tokens(ranks: dict[bytes, int]) -> Iterator[str]:
-    """Every token that is text by itself, and between letters."""
-    for token in ranks:
-        try:
-            text = token.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        yield text
-        yield f"x{text}y"
-
-
-def _characters() -> Iterator[str]:
-    """Texts with every character of the first planes of Unicode, among letters, digits, spaces and signs."""
-    for codes in _PROBED:
-        for first in range(codes.start, codes.stop, _RUN):
-            letters = map(chr, range(first, min(first + _RUN, codes.stop)))
-            yield "".join(f" {one}a{one}1{one}." for one in letters if unicodedata.category(one) != "Cn")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megacore.data.tokenizers.tokenizer import Tokenizer
 
@@ -30,7 +30,11 @@ _TEXTS = (
 
 def ids_fingerprint(tokenizer: Tokenizer) -> str:
     """SHA-256 (hex) of a tokenizer's ids on the probes; equal for tokenizers with equal ids."""
-    texts = [*_TEXTS, *_of_vocabulary(tokenizer), *_characters()]
+    texts = list(_TEXTS)
+    for first in range(0, tokenizer.vocab_size, _TOGETHER):  # its tokens, with spaces and with letters between them
+        tokens = [tokenizer.decode([index]) for index in range(first, min(first + _TOGETHER, tokenizer.vocab_size))]
+        texts += [" ".join(tokens), "x".join(tokens)]
+    texts += characters(_PROBED, "{}a ")
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eod}".encode())
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         digest.update(f"\n{text}\n{','.join(map(str, ids))}".encode("utf-8", "surrogatepass"))
@@ -42,16 +46,9 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
     return one.fingerprint == other.fingerprint or ids_fingerprint(one) == ids_fingerprint(other)
 
 
-def _of_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
-    """All tokens, some at a time, with spaces and with letters between them."""
-    for first in range(0, tokenizer.vocab_size, _TOGETHER):
-        tokens = [tokenizer.decode([index]) for index in range(first, min(first + _TOGETHER, tokenizer.vocab_size))]
-        yield " ".join(tokens)
-        yield "x".join(tokens)
-
-
-def _characters() -> Iterator[str]:
-    for codes in _PROBED:
+def characters(ranges: Iterable[range], written: str) -> Iterator[str]:
+    """Texts with every character of some ranges of code points, some at a time, each as `written` in braces."""
+    for codes in ranges:
         for first in range(0, len(codes), _TOGETHER):
             letters = map(chr, codes[first : first + _TOGETHER])
-            yield "".join(f"{letter}a " for letter in letters if unicodedata.category(letter) != "Cn")
+            yield "".join(written.format(letter) for letter in letters if unicodedata.category(letter) != "Cn")

@@ -18,10 +18,17 @@ import sentencepiece
 import tokenizers
 
 from megacore.data.tokenizers.growth import growth, growth_of_model
-from megacore.data.tokenizers.vocabulary_files import byte_level_bpe, is_plain_vocabulary, wordpiece
-from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
+from megacore.data.tokenizers.vocabulary import (
+    ROLES,
+    byte_level_bpe,
+    is_plain_vocabulary,
+    role_tokens,
+    word_starts,
+    wordpiece,
+)
 from megacore.errors import DataError
 from megacore.files import read_bounded, replace_bytes
+from megacore.safe_json import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order when no tokenizer_config.json names the end-of-document token.
@@ -93,7 +100,8 @@ class JsonTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._source = backend, source
-        self._end_token = end_token if end_token is not None else _first_known(backend)
+        known = (token for token in _END_TOKENS if backend.token_to_id(token) is not None)
+        self._end_token = end_token if end_token is not None else next(known, None)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
@@ -109,7 +117,8 @@ class JsonTokenizer:
         self.special_ids = frozenset((*(i for i, token in added if token.special), *self.roles.values(), *ends))
         described = json.loads(backend.to_str())
         _require_growth(max(growth(described["normalizer"]), growth(described["decoder"])), source)
-        self.fingerprint = _json_fingerprint(described)
+        canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
+        self.fingerprint = hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
@@ -174,7 +183,10 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         if self.vocab_size < 1:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
-        self.eod = self._end_id()
+        self.eod: int | None = self._processor.eos_id()
+        if self.eod < 0:
+            piece = self._processor.piece_to_id(END_OF_TEXT)
+            self.eod = None if piece == self._processor.unk_id() else int(piece)
         self.bos: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
         pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
         self.roles: Mapping[str, int] = {role: pieces[token] for role, token in role_tokens(pieces, {}).items()}
@@ -185,12 +197,6 @@ class SentencePieceTokenizer:
 
     def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
         return SentencePieceTokenizer, (self._model,)
-
-    def _end_id(self) -> int | None:
-        if self._processor.eos_id() >= 0:
-            return int(self._processor.eos_id())
-        piece = self._processor.piece_to_id(END_OF_TEXT)
-        return None if piece == self._processor.unk_id() else int(piece)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
@@ -212,7 +218,7 @@ class SentencePieceTokenizer:
 
     def word_starts(self) -> list[bool] | None:
         """Whether each id begins a word by the tokenizer's marks, None where it has none."""
-        return word_starts([self._processor.id_to_piece(i) for i in range(self.vocab_size)], {"model": METASPACE})
+        return word_starts([self.piece(i) for i in range(self.vocab_size)], {"model": {"type": "Metaspace"}})
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.model."""
@@ -238,7 +244,7 @@ def load_tokenizer(path: str | Path, merges: str | Path | None = None) -> Tokeni
     if not path.is_file():  # a device or a pipe would be read for ever
         raise DataError(f"{path}: no such tokenizer: {_WAY_OUT}")
     if path.suffix == ".model":
-        return _load_model(path)
+        return SentencePieceTokenizer(_read(path), str(path))
     backend = _of_vocabulary(path, None if merges is None else Path(merges))
     return _load_json(path) if backend is None else JsonTokenizer(backend, source=str(path))
 
@@ -297,10 +303,6 @@ def _load_json(path: Path) -> Tokenizer:
         raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)}): {_WAY_OUT}") from error
     named = _configured_tokens(path.with_name("tokenizer_config.json"))
     return JsonTokenizer(backend, named.get("eos"), str(path), named=named)
-
-
-def _load_model(path: Path) -> Tokenizer:
-    return SentencePieceTokenizer(_read(path), str(path))
 
 
 def _load_transformers(folder: Path) -> Tokenizer:
@@ -399,8 +401,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        values = parse_json(_read(path), unique=False)
+    except ValueError as error:
         raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
     return values if isinstance(values, dict) else {}
 
@@ -427,16 +429,6 @@ def _require_growth(longer: float, source: str) -> None:
             f"{source}: its replacements may make a text {longer:,.0f} times as long, more than {_MOST_GROWTH} times: "
             "shorten what its normalizer or decoder writes"
         )
-
-
-def _first_known(backend: tokenizers.Tokenizer) -> str | None:
-    return next((token for token in _END_TOKENS if backend.token_to_id(token) is not None), None)
-
-
-def _json_fingerprint(described: dict[str, Any]) -> str:
-    """SHA-256 of the tokenizer's JSON whatever the order of its keys."""
-    canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""What a vocabulary says about its tokens: which of them begin a word, and which BERT uses for what.
+"""What a vocabulary says: its tokenizer, where GPT-2 or BERT were published with it; which of its tokens begin a word;
+and which BERT uses for what.
 
 WordPiece marks the pieces inside a word (`##ing`), byte-level BPE (a space is `Ġ`) and SentencePiece (`▁`) the pieces
 that begin one, and older BPE those that end one (`</w>`), which says nothing about beginnings by itself.
@@ -6,8 +7,15 @@ that begin one, and older BPE those that end one (`</w>`), which says nothing ab
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from megacore.safe_json import parse_json
 
 # What BERT needs, and how it is called where no tokenizer_config.json says so: by BERT, and by RoBERTa.
 ROLES: dict[str, tuple[str, ...]] = {
@@ -16,7 +24,6 @@ ROLES: dict[str, tuple[str, ...]] = {
     "mask": ("[MASK]", "<mask>"),
     "pad": ("[PAD]", "<pad>"),
 }
-METASPACE = {"type": "Metaspace"}
 _BYTE_LEVEL_SPACES = ("Ġ", "Ċ", "ĉ", "č")  # space, newline, tab, carriage return
 _SPACE = "▁"
 
@@ -66,3 +73,52 @@ def _types(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _types(inner)
+
+
+_GPT2_SPECIAL = "<|endoftext|>"
+_BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_IN_BRACKETS = re.compile(r"\[[^\]]*\]")
+
+
+def is_plain_vocabulary(data: bytes) -> bool:
+    """Whether a JSON file maps tokens to ids, and nothing else."""
+    try:
+        values = parse_json(data, unique=False)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and bool(values) and all(type(number) is int for number in values.values())
+
+
+def byte_level_bpe(vocabulary: bytes, merges: bytes) -> tokenizers.Tokenizer:
+    """GPT-2's tokenizer (Radford et al. 2019, section 2.2).
+
+    Args:
+        vocabulary: the content of vocab.json.
+        merges: that of merges.txt, a pair a line, perhaps after a line with the version.
+    """
+    lines = merges.decode("utf-8").splitlines()
+    words = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    pairs = [(first, second) for first, second in words]
+    backend = tokenizers.Tokenizer(models.BPE(json.loads(vocabulary), pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    if backend.token_to_id(_GPT2_SPECIAL) is not None:
+        backend.add_special_tokens([AddedToken(_GPT2_SPECIAL, normalized=True)])
+    return backend
+
+
+def wordpiece(vocabulary: bytes) -> tokenizers.Tokenizer:
+    """BERT's tokenizer (Devlin et al., arXiv 1810.04805), of lower-case text where its vocabulary has no capitals.
+
+    Args:
+        vocabulary: the content of vocab.txt, a token a line.
+    """
+    tokens = vocabulary.decode("utf-8").splitlines()
+    lower = not any(token != token.lower() for token in tokens if not _IN_BRACKETS.fullmatch(token))
+    backend = tokenizers.Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens([token for token in _BERT_SPECIAL if token in set(tokens)])
+    return backend
