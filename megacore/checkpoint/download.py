@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY, verify
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from megacore.config.average import EMA
 from megacore.errors import CheckpointError
 from megacore.progress import Progress

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.compression_state import ERROR_KINDS
-from megacore.checkpoint.files import refuse_unlisted
-from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.files import refuse_unlisted, verify
+from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header

@@ -22,36 +22,16 @@ from megacore.checkpoint.directory import (
     HEAD,
     MANIFEST_NAME,
     MOST_MANIFEST_BYTES,
-    POINTER_NAME,
     is_sealed,
     published,
     step_of,
 )
-from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, open_regular
 from megacore.config import Config, ExpertsConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 from megacore.remote import L, Location
 from megacore.safe_json import parse_json
-
-__all__ = [
-    "MANIFEST_NAME",
-    "POINTER_NAME",
-    "TOKENIZER_DIRECTORY",
-    "FileEntry",
-    "Manifest",
-    "Piece",
-    "TensorEntry",
-    "checkpoints_of",
-    "describe",
-    "find_checkpoint",
-    "is_tiled",
-    "read_manifest",
-    "schema_of",
-    "sealed",
-    "section_of",
-    "verify",
-]
 
 S = TypeVar("S", bound=Section)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, find_checkpoint, read_manifest
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf

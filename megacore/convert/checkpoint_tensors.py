@@ -8,18 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.files import FileEntry, describe, verify
 from megacore.checkpoint.manifest import (
-    FileEntry,
     Manifest,
     Piece,
     TensorEntry,
-    describe,
     find_checkpoint,
     read_manifest,
     section_of,
     sections_as_dicts,
     trained_model,
-    verify,
 )
 from megacore.checkpoint.state import BUFFERS, MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY
 from megacore.checkpoint.tensor_file import DTYPES, read_tensor
 from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBert

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.manifest import MANIFEST_NAME
+from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.megatron_config import model_of

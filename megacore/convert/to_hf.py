@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.manifest import verify
+from megacore.checkpoint.files import verify
 from megacore.config.experts import differing_experts
 from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, verify
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY, verify
 from megacore.config import ExpertsConfig, ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.hf_directory import carry

@@ -13,7 +13,8 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from megacore.checkpoint.manifest import describe, sealed
+from megacore.checkpoint.files import describe
+from megacore.checkpoint.manifest import sealed
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from megacore.inference.generate import Sampling, choose

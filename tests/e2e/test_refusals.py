@@ -22,7 +22,8 @@ import pytest
 import tokenizers
 import torch
 
-from megacore.checkpoint.manifest import describe, sealed
+from megacore.checkpoint.files import describe
+from megacore.checkpoint.manifest import sealed
 from megacore.commands.pretrain_gpt import read_config
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from megacore.errors import ConfigError

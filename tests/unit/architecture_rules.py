@@ -37,6 +37,7 @@ ORDER = (
     {"scripts", "tools"},
     {"tests"},
 )
+TRAINER = ("ops", "parallel", "layers", "models", "pipeline", "zero", "optim", "train")
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
@@ -148,6 +149,8 @@ def upward_imports(sources: Iterable[Source]) -> list[str]:
                     found.append(f"{source.path}:{item.line} imports {item.module}: no script, and no relative import")
                 continue
             own, other = source.group, group_of(item.module)
+            if own in TRAINER and other in ("data", "checkpoint") and item.module.count(".") > 2:
+                found.append(f"{source.path}:{item.line} imports {item.module}: import the name from megacore.{other}")
             if item.module == "megacore" or own == other or LEVEL[other] < LEVEL[own]:
                 continue
             found.append(f"{source.path}:{item.line} imports {item.module}: {own} may not import {other}")

@@ -47,6 +47,7 @@ FOUND: dict[Rule, list[tuple[str, str]]] = {
     rules.upward_imports: [
         ("megacore/layers/mlp", "from megacore.models.gpt import GPT"),
         ("megacore/data/gpt", "import megacore.optim.update"),  # sideways
+        ("megacore/train/trainer", "from megacore.data.loading.loader import BatchLoader"),  # past the entry point
         ("megacore/config", "from megacore.parallel import mesh"),
         ("megacore/config", "from megacore import ops"),
         ("kernels/norm", "from megacore import config"),
@@ -85,7 +86,7 @@ FOUND: dict[Rule, list[tuple[str, str]]] = {
 # And of what it leaves alone.
 ALLOWED: dict[Rule, list[tuple[str, str]]] = {
     rules.upward_imports: [
-        ("megacore/train/trainer", "from megacore.data.loading.loader import BatchLoader"),
+        ("megacore/train/trainer", "from megacore.data import BatchLoader"),
         ("megacore/ops", "from megacore.kernels import availability"),
         ("megacore/data/gpt", "from megacore.data.indexed.reader import IndexedDataset"),
         ("megacore/cli", "from megacore import __version__"),

@@ -15,17 +15,9 @@ import numpy as np
 import pytest
 
 from megacore.checkpoint.check import changed_settings, check_settings
+from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.load import never_kept
-from megacore.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    Piece,
-    TensorEntry,
-    is_tiled,
-    marked_in_doubt,
-    read_manifest,
-    sealed,
-)
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, is_tiled, marked_in_doubt, read_manifest, sealed
 from megacore.config import (
     AdamWConfig,
     CheckpointConfig,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megacore.checkpoint.manifest import MANIFEST_NAME
+from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.convert.check import _our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
