@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import mmap
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,7 @@ from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
+_SLOT_BYTES = 1 << 22  # of the tokens of a chunk that are shared between processes; more are sent
 _BAD_SHOWN = 50  # of those that are an error
 _COMPARED_BYTES = 1 << 21  # of the inputs, that both encoders are compared on
 _COPIED_BYTES = 1 << 22  # of tokens, from a temporary file
@@ -134,6 +136,14 @@ class Report:
     seconds: float = 0.0
 
 
+class _Shared(NamedTuple):
+    """Tokens in the memory that processes share: its bytes [begin, end)."""
+
+    begin: int
+    end: int
+    dtype: np.dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packed:
     """The tokens of a chunk for one output: pickling lists of Python integers would cost more than making them.
@@ -145,7 +155,7 @@ class Packed:
         sizes: sequences of each document.
     """
 
-    tokens: NDArray | BinaryIO
+    tokens: NDArray | BinaryIO | _Shared
     lengths: NDArray[np.int32]
     sizes: NDArray[np.int64]
 
@@ -155,6 +165,7 @@ class Packed:
         if isinstance(self.tokens, np.ndarray):
             tokens = self.tokens[np.repeat(sequences, self.lengths)]
         else:  # the one document of a long line
+            assert not isinstance(self.tokens, _Shared)
             self.tokens.close()
             tokens = np.empty(0, np.uint16)
         return Packed(tokens=tokens, lengths=self.lengths[sequences], sizes=self.sizes[keep])
@@ -340,6 +351,7 @@ def preprocess(
             for writer, part in zip(writers, encoded.packed, strict=True):
                 tokens = part.tokens
                 if not isinstance(tokens, np.ndarray):
+                    assert not isinstance(tokens, _Shared)
                     with closing(tokens) as file:
                         for block in iter(lambda: file.read(_COPIED_BYTES), b""):
                             writer.begin_sequence(np.frombuffer(block, writer.dtype))
@@ -411,7 +423,8 @@ def _first_texts(job: Job, chunks: Callable[..., Iterator[Chunk]]) -> list[str]:
 class Workers:
     """The processes that tokenize, or this one alone.
 
-    Text does not pass through pipes where a worker can read its chunk from the file.
+    Text and tokens do not pass through pipes: a worker reads its chunk from the file where it can, and leaves the
+    tokens in memory that all processes share, one slot of it for each chunk under way.
 
     Args:
         count: of the processes; 1: this one alone.
@@ -423,10 +436,14 @@ class Workers:
         self._encoder, self._tokenizer, self._most = encoder, tokenizer, 2 * count + 2  # chunks under way
         self._pool: ProcessPoolExecutor | None = None
         self._ids: Future[str] | None = None
+        self._slots: mmap.mmap | None = None
         if count > 1:
             # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
-            context = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
-            shared = (encoder, tokenizer, os.getpid())
+            forks = os.uname().sysname == "Linux"
+            if forks:
+                self._slots = mmap.mmap(-1, (self._most + 1) * _SLOT_BYTES)
+            context = multiprocessing.get_context("fork" if forks else "spawn")
+            shared = (encoder, tokenizer, self._slots, os.getpid())
             self._pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=shared)
 
     def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
@@ -443,9 +460,10 @@ class Workers:
         self._ids = self._pool.submit(_ids_in_worker)
         under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
         size = 0
-        for chunk in chain(chunks(True), [None]):
+        for number, chunk in enumerate(chain(chunks(True), [None])):
             if chunk is not None:
-                under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk)))
+                slot = number % (self._most + 1)
+                under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk, slot)))
                 size += 0 if chunk.long else chunk.size
             while under_way and (
                 chunk is None
@@ -454,7 +472,18 @@ class Workers:
             ):
                 first, future = under_way.popleft()
                 size -= 0 if first.long else first.size
-                yield first, self._encoder(first) if future is None else future.result()
+                yield first, self._encoder(first) if future is None else self._received(future.result())
+
+    def _received(self, encoded: Encoded) -> Encoded:
+        """A chunk with its tokens, wherever a worker has left them."""
+        parts = []
+        for part in encoded.packed:
+            if isinstance(part.tokens, _Shared):
+                assert self._slots is not None
+                data = self._slots[part.tokens.begin : part.tokens.end]
+                part = replace(part, tokens=np.frombuffer(data, part.tokens.dtype))
+            parts.append(part)
+        return replace(encoded, packed=tuple(parts))
 
     def ids_fingerprint(self) -> str:
         """That of the tokenizer, which a worker makes."""
@@ -464,14 +493,16 @@ class Workers:
         """End the processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        if self._slots is not None:
+            self._slots.close()
 
 
-_worker: tuple[Encoder, Tokenizer]  # in a worker process: what it works with
+_worker: tuple[Encoder, Tokenizer, mmap.mmap | None]  # in a worker process: what it works with
 
 
-def _start_worker(encoder: Encoder, tokenizer: Tokenizer, parent: int) -> None:
+def _start_worker(encoder: Encoder, tokenizer: Tokenizer, slots: mmap.mmap | None, parent: int) -> None:
     global _worker
-    _worker = encoder, tokenizer
+    _worker = encoder, tokenizer, slots
     # The main process answers Ctrl-C and SIGTERM for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -486,8 +517,18 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    return _worker[0](chunk.loaded())
+def _encode_in_worker(chunk: Chunk, slot: int) -> Encoded:
+    encoder, _, slots = _worker
+    encoded, parts, begin = encoder(chunk.loaded()), list[Packed](), slot * _SLOT_BYTES
+    if slots is None:
+        return encoded
+    for part in encoded.packed:
+        if isinstance(part.tokens, np.ndarray) and begin + part.tokens.nbytes <= (slot + 1) * _SLOT_BYTES:
+            end = begin + part.tokens.nbytes
+            slots[begin:end] = part.tokens.view(np.uint8).data
+            part, begin = replace(part, tokens=_Shared(begin, end, part.tokens.dtype)), end
+        parts.append(part)
+    return replace(encoded, packed=tuple(parts))
 
 
 def _ids_in_worker() -> str:
