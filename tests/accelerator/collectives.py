@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 from tests.accelerator.device import caller, library
 from tests.accelerator.order import Call, Message, Order
 
+Tensors = Sequence[Tensor]
+Starts = Callable[[], list[dist.Work]]
 _DRAIN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
 _communicators: list[Communicator] = []
 # torch's own annotations leave out half of what it calls.
@@ -38,9 +41,7 @@ class Work:
         waits_on_host: the host itself waits, as it does at a barrier.
     """
 
-    def __init__(
-        self, communicator: Communicator, tick: int, parts: list[dist.Work], *, waits_on_host: bool = False
-    ) -> None:
+    def __init__(self, communicator: Communicator, tick: int, parts: list[dist.Work], waits_on_host: bool) -> None:
         self.tick, self.parts = tick, parts
         self._communicator, self._waits_on_host = communicator, waits_on_host
 
@@ -60,8 +61,7 @@ class Work:
             library().pretend_host_waits(self._communicator.timeline, self.tick)
         return done
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def exception(self) -> None:
         return None
@@ -89,17 +89,9 @@ class Communicator(_ProcessGroup):
 
     # ---- what torch asks of a process group
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("pretend")]
+    group_name = property(lambda self: self._name)
+    group_desc = property(lambda self: self._description)
+    _device_types = property(lambda self: [torch.device("pretend")])
 
     def _get_backend(self, device: torch.device) -> Communicator:
         return self
@@ -121,8 +113,7 @@ class Communicator(_ProcessGroup):
             _communicators.remove(self)
             self._order.close()
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     # ---- work under way
 
@@ -145,95 +136,64 @@ class Communicator(_ProcessGroup):
         self.finish(last)
         library().pretend_host_waits(self.timeline, last)
 
-    def _start(
-        self,
-        call: Call,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        start: Callable[[], list[dist.Work]],
-        *,
-        waits_on_host: bool = False,
-    ) -> Work:
+    def _start(self, call: Call, reads: Tensors, writes: Tensors, start: Starts, *, waits_on_host: bool) -> Work:
         for tensor in (*reads, *writes):
             _check(tensor, call)
         with self._lock:
             self._order.call(call)
             tick = torch.ops.pretend.begin(list(reads), list(writes), self.timeline, f"{call}")
-            work = Work(self, tick, start(), waits_on_host=waits_on_host)
+            work = Work(self, tick, start(), waits_on_host)
             self._under_way.append(work)
             return work
 
-    def _collective(
-        self,
-        name: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        start: Callable[[], dist.Work],
-        *,
-        waits_on_host: bool = False,
-    ) -> Work:
+    def _collective(self, name: str, reads: Tensors, writes: Tensors, start: Callable[[], dist.Work]) -> Work:
         """Start a collective; `name` says what must be the same on every rank."""
         call = Call(collective=name, where=caller())
-        return self._start(call, reads, writes, lambda: [start()], waits_on_host=waits_on_host)
+        return self._start(call, reads, writes, lambda: [start()], waits_on_host=name == "barrier")
 
     # ---- collectives
 
+    def _on_hosts(self, run: Any, *arguments: Any) -> Any:
+        """Give gloo the tensors' memory."""
+        return run(*map(_host, arguments))
+
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
         name = f"all_reduce({_reduction(opts)}, {_form(tensors)})"
-        return self._collective(name, tensors, tensors, lambda: self._gloo.allreduce(_hosts(tensors), opts))
+        return self._collective(name, tensors, tensors, partial(self._on_hosts, self._gloo.allreduce, tensors, opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         name = f"broadcast(from {opts.rootRank}, {_form(tensors)})"
         reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
-        return self._collective(name, reads, writes, lambda: self._gloo.broadcast(_hosts(tensors), opts))
+        return self._collective(name, reads, writes, partial(self._on_hosts, self._gloo.broadcast, tensors, opts))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         name = f"reduce({_reduction(opts)}, to {opts.rootRank}, {_form(tensors)})"
-        return self._collective(name, tensors, tensors, lambda: self._gloo.reduce(_hosts(tensors), opts))
+        return self._collective(name, tensors, tensors, partial(self._on_hosts, self._gloo.reduce, tensors, opts))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.distributed_c10d.AllgatherOptions()
-        return self._collective(
-            f"all_gather({_form(inputs)})",
-            inputs,
-            outputs[0],
-            lambda: self._gloo.allgather([_hosts(outputs[0])], _hosts(inputs), opts),
-        )
+        name, opts = f"all_gather({_form(inputs)})", opts or dist.distributed_c10d.AllgatherOptions()
+        start = partial(self._on_hosts, self._gloo.allgather, [outputs[0]], inputs, opts)
+        return self._collective(name, inputs, outputs[0], start)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        return self._collective(
-            f"all_gather_into_tensor({_form([input])})",
-            [input],
-            [output],
-            lambda: self._gloo._allgather_base(_host(output), _host(input), opts),
-        )
+        start = partial(self._on_hosts, self._gloo._allgather_base, output, input, opts)
+        return self._collective(f"all_gather_into_tensor({_form([input])})", [input], [output], start)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        return self._collective(
-            f"reduce_scatter_tensor({_reduction(opts)}, {_form([input])})",
-            [input],
-            [output],
-            lambda: self._gloo._reduce_scatter_base(_host(output), _host(input), opts),
-        )
+        start = partial(self._on_hosts, self._gloo._reduce_scatter_base, output, input, opts)
+        name = f"reduce_scatter_tensor({_reduction(opts)}, {_form([input])})"
+        return self._collective(name, [input], [output], start)
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
-    ) -> Work:
-        return self._collective(
-            f"all_to_all({input.dtype})",
-            [input],
-            [output],
-            lambda: self._gloo.alltoall_base(_host(output), _host(input), output_sizes, input_sizes, opts),
-        )
+    def all_to_all_single(self, output: Tensor, input: Tensor, *sizes_and_options: Any) -> Work:
+        start = partial(self._on_hosts, self._gloo.alltoall_base, output, input, *sizes_and_options)
+        return self._collective(f"all_to_all({input.dtype})", [input], [output], start)
 
     # torch before 2.13 calls them by these names.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any) -> Work:
-        return self._collective(
-            "barrier", [], [], lambda: self._gloo.barrier(dist.BarrierOptions()), waits_on_host=True
-        )
+        return self._collective("barrier", [], [], lambda: self._gloo.barrier(dist.BarrierOptions()))
 
     # ---- point to point
 
@@ -265,7 +225,8 @@ class Communicator(_ProcessGroup):
 
         call = Call(messages=[message for message, _ in batch], where=caller())
         reads = [tensor for message, tensor in batch if message.sends]
-        return self._start(call, reads, [tensor for message, tensor in batch if not message.sends], start)
+        writes = [tensor for message, tensor in batch if not message.sends]
+        return self._start(call, reads, writes, start, waits_on_host=False)
 
 
 def register() -> None:
@@ -313,13 +274,11 @@ def _check(tensor: Tensor, call: Call) -> None:
         raise RuntimeError(f"{call}: tensors must be contiguous, and one has strides {tensor.stride()}")
 
 
-def _host(tensor: Tensor) -> Tensor:
-    alias: Tensor = torch.ops.pretend.host_alias(tensor.detach())
-    return alias
-
-
-def _hosts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_host(tensor) for tensor in tensors]
+def _host(value: Any) -> Any:
+    """The host's view of a tensor, or of those of a list; anything else as it is."""
+    if isinstance(value, list) and value and isinstance(value[0], (Tensor, list)):
+        return [_host(one) for one in value]
+    return torch.ops.pretend.host_alias(value.detach()) if isinstance(value, Tensor) else value
 
 
 def _form(tensors: Sequence[Tensor]) -> str:

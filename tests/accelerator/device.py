@@ -43,10 +43,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.accelerator import build
 
@@ -84,7 +86,7 @@ def library() -> ctypes.CDLL:
     path = str(build.library())
     torch.ops.load_library(path)
     torch.utils.rename_privateuse1_backend("pretend")
-    torch._register_device_module("pretend", _DeviceModule())
+    torch._register_device_module("pretend", _DEVICE_MODULE)
     torch.utils.generate_methods_for_privateuse1_backend()
     found = ctypes.CDLL(path)
     _KERNELS.impl("addmm.dtype_out", _addmm_to_fp32, "PrivateUse1")
@@ -136,18 +138,11 @@ def caller() -> str:
 
 
 def _addmm_to_fp32(
-    total: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    out_dtype: torch.dtype,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, beta: float = 1, **alpha: float
+) -> Tensor:
     """A GPU's kernel that CPUs lack: a product of 16-bit matrices, added to an fp32 sum without rounding."""
     assert left.dtype == right.dtype != out_dtype == total.dtype == out.dtype == torch.float32
-    return torch.addmm(total, left.float(), right.float(), beta=beta, alpha=alpha, out=out)
+    return torch.addmm(total, left.float(), right.float(), beta=beta, **alpha, out=out)
 
 
 def _figures(found: ctypes.CDLL) -> dict[str, int]:
@@ -155,47 +150,20 @@ def _figures(found: ctypes.CDLL) -> dict[str, int]:
     return {name: getattr(found, f"pretend_{name}")() for name in names}
 
 
-class _DeviceModule:
-    """What torch looks for in `torch.pretend`."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def _lazy_init(self) -> None:
-        """Without it torch 2.11 takes the device to be unused, and never synchronises."""
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return int(library().pretend_device_count())
-
-    def current_device(self) -> int:
-        return int(library().pretend_current_device())
-
-    def set_device(self, device: int | torch.device) -> None:
-        torch.accelerator.set_device_index(device if isinstance(device, int) else device.index)
-
-    def synchronize(self, device: Any = None) -> None:
-        torch.accelerator.synchronize(device)
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "Pretend accelerator"
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
+# What torch looks for in `torch.pretend`.
+_DEVICE_MODULE: Any = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    _lazy_init=lambda: None,  # without it torch 2.11 takes the device to be unused, and never synchronises
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: int(library().pretend_device_count()),
+    current_device=lambda: int(library().pretend_current_device()),
+    set_device=lambda device: torch.accelerator.set_device_index(getattr(device, "index", device)),
+    synchronize=lambda device=None: torch.accelerator.synchronize(device),
+    get_device_name=lambda device=None: "Pretend accelerator",
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    manual_seed=lambda seed: torch.default_generator.manual_seed(seed),
+    manual_seed_all=lambda seed: torch.default_generator.manual_seed(seed),
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+)

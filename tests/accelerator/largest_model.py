@@ -57,18 +57,9 @@ def largest(
     """
 
     def step(blocks: int) -> Largest:
-        config = make_config(
-            (1, 1, world_size),
-            directory,
-            **{
-                "device": "pretend",
-                "precision": "bf16",
-                "train_iters": 1,
-                "memory_check": False,
-                "micro_batch_size": 1,
-            },
-            **{"global_batch_size": world_size, "num_layers": blocks, **shape, **flags},
-        )
+        usual = {"device": "pretend", "precision": "bf16", "train_iters": 1, "memory_check": False}
+        batch = {"micro_batch_size": 1, "global_batch_size": world_size, "num_layers": blocks}
+        config = make_config((1, 1, world_size), directory, **{**usual, **batch, **shape, **flags})
         gc.collect()
         mesh = build_mesh(config.parallel)
         before = torch.accelerator.memory_allocated()

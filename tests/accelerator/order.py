@@ -55,29 +55,50 @@ class Call:
         return cls(collective, [Message(*message) for message in messages], where)
 
 
-class Replay:
-    """The calls of all ranks, as a device would work through them.
+class Order:
+    """The log of this rank's calls on one communicator, and the view of all ranks' logs.
+
+    Logs are files, for ranks of one machine: every rank appends to its own before it reads the others', so that of the
+    ranks that disagree the last to call sees it. They are deleted as soon as every rank has opened them.
 
     Args:
+        store: where the ranks of the communicator tell each other their files.
+        rank: this rank in the communicator.
         names: what to call each rank of the communicator.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, store: dist.Store, rank: int, names: list[str]) -> None:
         self._names = names
         self._waiting: list[deque[Call]] = [deque() for _ in names]
+        self._own, path = tempfile.mkstemp(prefix="pretend-calls-")
+        store.set(f"calls/{rank}", path)
+        paths = [store.get(f"calls/{other}").decode() for other in range(len(names))]
+        self._logs: dict[int, Any] = {other: open(one, "rb") for other, one in enumerate(paths)}  # noqa: SIM115
+        self._partial = dict.fromkeys(self._logs, b"")
+        if store.add("calls/opened", 1) == len(names):
+            for one in paths:
+                os.unlink(one)
 
-    def add(self, rank: int, call: Call) -> None:
-        self._waiting[rank].append(call)
-
-    def run(self) -> None:
-        """Work off what can be; raise where something never can be.
+    def call(self, call: Call) -> None:
+        """Note a call that this rank makes.
 
         Raises:
-            OrderError: the calls that the ranks are in keep each other from ending.
+            OrderError: it cannot end.
         """
+        os.write(self._own, call.to_json().encode() + b"\n")
+        for rank, log in self._logs.items():
+            *lines, self._partial[rank] = (self._partial[rank] + log.read()).split(b"\n")
+            for line in lines:
+                self._waiting[rank].append(Call.from_json(line.decode()))
+        # Work off what can be, as a device would; of the rest the calls may keep each other from ending.
         while self._run_collective() or any(self._exchange(rank) for rank in range(len(self._waiting))):
             pass
         self._refuse_circles()
+
+    def close(self) -> None:
+        os.close(self._own)
+        for log in self._logs.values():
+            log.close()
 
     def _head(self, rank: int) -> Call | None:
         return self._waiting[rank][0] if self._waiting[rank] else None
@@ -141,45 +162,3 @@ class Replay:
         calls = "\n".join(f"  {self._names[rank]}: {self._head(rank)}" for rank in ranks)
         who = " and ".join(self._names[rank] for rank in ranks)
         return OrderError(f"{who} {what}, which hangs on a device:\n{calls}")
-
-
-class Order:
-    """The log of this rank's calls on one communicator, and the view of all ranks' logs.
-
-    Logs are files, for ranks of one machine: every rank appends to its own before it reads the others', so that of the
-    ranks that disagree the last to call sees it. They are deleted as soon as every rank has opened them.
-
-    Args:
-        store: where the ranks of the communicator tell each other their files.
-        rank: this rank in the communicator.
-        names: what to call each rank of the communicator.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, names: list[str]) -> None:
-        self._rank, self._replay = rank, Replay(names)
-        self._own, path = tempfile.mkstemp(prefix="pretend-calls-")
-        store.set(f"calls/{rank}", path)
-        paths = [store.get(f"calls/{other}").decode() for other in range(len(names))]
-        self._logs: dict[int, Any] = {other: open(one, "rb") for other, one in enumerate(paths)}  # noqa: SIM115
-        self._partial = dict.fromkeys(self._logs, b"")
-        if store.add("calls/opened", 1) == len(names):
-            for one in paths:
-                os.unlink(one)
-
-    def call(self, call: Call) -> None:
-        """Note a call that this rank makes.
-
-        Raises:
-            OrderError: it cannot end.
-        """
-        os.write(self._own, call.to_json().encode() + b"\n")
-        for rank, log in self._logs.items():
-            *lines, self._partial[rank] = (self._partial[rank] + log.read()).split(b"\n")
-            for line in lines:
-                self._replay.add(rank, Call.from_json(line.decode()))
-        self._replay.run()
-
-    def close(self) -> None:
-        os.close(self._own)
-        for log in self._logs.values():
-            log.close()

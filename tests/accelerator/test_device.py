@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,13 +37,12 @@ def check_memory(rank: int, world_size: int) -> None:
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     assert torch.empty(7, device="pretend").isnan().all()
-    large = torch.empty(1 << 20, dtype=torch.uint8, device="pretend")
-    assert torch.accelerator.memory_allocated() - before == 1 << 20
-    assert torch.accelerator.memory_allocated(1) == 0
+    large, allocated = torch.empty(1 << 20, dtype=torch.uint8, device="pretend"), torch.accelerator.memory_allocated
+    assert (allocated() - before, allocated(1)) == (1 << 20, 0)
     large.untyped_storage().resize_(1 << 10)
-    assert torch.accelerator.memory_allocated() - before == 1 << 10
+    assert allocated() - before == 1 << 10
     del large
-    assert torch.accelerator.memory_allocated() == before
+    assert allocated() == before
     assert torch.accelerator.max_memory_allocated() - before >= 1 << 20
     assert torch.empty(3, pin_memory=True)[1:].is_pinned()
     assert torch.zeros(3).pin_memory().is_pinned()
@@ -167,15 +167,7 @@ def check_reuse(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        check_mixing,
-        check_memory,
-        check_counters,
-        check_copies,
-        check_streams,
-        check_reuse,
-    ],
+    "check", [check_mixing, check_memory, check_counters, check_copies, check_streams, check_reuse]
 )
 def test_one_device_is_as_strict_as_a_gpu(check: Any) -> None:
     run_distributed(check, 1, backend="pretend", init=False)
@@ -197,12 +189,10 @@ def check_collectives(rank: int, world_size: int) -> None:
     values: list[Any] = [None, None]
     dist.all_gather_object(values, {"rank": rank})
     assert values == [{"rank": 0}, {"rank": 1}]
-    with counting() as c:
-        dist.barrier()
-    assert c.host_syncs == 1
-    with counting() as c:
-        dist.all_reduce(x)
-    assert c.host_syncs == 0
+    for call, waits in ((dist.barrier, 1), (partial(dist.all_reduce, x), 0)):
+        with counting() as c:
+            call()
+        assert c.host_syncs == waits
     peer, arrived = 1 - rank, [torch.empty(4, device="pretend") for _ in range(2)]
     operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor in arrived]
     operations += [dist.P2POp(dist.isend, torch.full((4,), 10.0 * rank + k, device="pretend"), peer) for k in range(2)]
@@ -236,16 +226,8 @@ def waited_on_another_stream(rank: int, world_size: int) -> None:
     x * 2
 
 
-def host_tensor(rank: int, world_size: int) -> None:
-    dist.all_reduce(torch.ones(4))
-
-
-def strided_tensor(rank: int, world_size: int) -> None:
-    dist.all_reduce(torch.ones(4, 4, device="pretend").t())
-
-
-def another_devices_tensor(rank: int, world_size: int) -> None:
-    dist.all_reduce(torch.ones(4, device="pretend:0"))
+def wrong_tensor(rank: int, world_size: int, *, device: str, shape: tuple[int, ...] = (4,)) -> None:
+    dist.all_reduce(torch.ones(shape, device=device).t())
 
 
 def different_collectives(rank: int, world_size: int) -> None:
@@ -267,9 +249,9 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
     [
         (unwaited_gather, r"aten::sum reads memory that all_gather_into_tensor\(float32\[4\]\) at .* still writes"),
         (waited_on_another_stream, r"aten::mul reads memory that all_reduce\(sum, float32\[4\]\) at .* still writes"),
-        (host_tensor, r"all_reduce\(sum, float32\[4\]\) at .*: a tensor is on cpu"),
-        (strided_tensor, r"tensors must be contiguous, and one has strides \(1, 4\)"),
-        (another_devices_tensor, r"a tensor is on pretend:0, and this rank's device is pretend:1"),
+        (partial(wrong_tensor, device="cpu"), r"all_reduce\(sum, float32\[4\]\) at .*: a tensor is on cpu"),
+        (partial(wrong_tensor, device="pretend", shape=(4, 4)), r"must be contiguous, and one has strides \(1, 4\)"),
+        (partial(wrong_tensor, device="pretend:0"), r"a tensor is on pretend:0, and this rank's device is pretend:1"),
         (
             different_collectives,
             r"are in different collectives .*\n.*rank 0 .*: all_reduce\(sum, float32\[4\]\) at .*test_device.py:\d+"
@@ -277,7 +259,7 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
         ),
         (different_order_of_transfers, r"wait for each other, which hangs on a device:\n.* send float32\[4\] to rank"),
     ],
-    ids=lambda value: value.__name__ if callable(value) else "",
+    ids=["no wait", "another stream", "host", "strides", "another device", "collectives", "order"],
 )
 def test_a_planted_fault_is_caught_at_once(fault: Any, said: str) -> None:
     with pytest.raises(RankFailed, match=said):

@@ -42,6 +42,12 @@ def losses(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
     return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
+def agree(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
 def masters(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     for owned in trainer.model.data_parallel.segments:
         yield f"{owned.spec.name}[{owned.segment.start}:]", owned.master.detach().cpu().clone()
@@ -51,22 +57,15 @@ def masters(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        LLAMA,
-        {"attention": "fused-softmax", "label_smoothing": 0.1, "offload_optimizer": True},
-        {"recompute": "full"},
-        {"window_size": 5},
-    ],
+    [{}, LLAMA, {"attention": "fused-softmax", "label_smoothing": 0.1, "offload_optimizer": True},
+     {"recompute": "full"}, {"window_size": 5}],
     ids=["gpt2", "llama", "fused-softmax", "recompute", "window"],
-)
+)  # fmt: skip
 def test_training_is_that_of_the_cpu(tmp_path: Path, kernels: ops.Choice, changes: dict[str, Any]) -> None:
     expected = losses(trainer_on(CPU, tmp_path / "cpu", **changes), 8)
     with ops.kernels_chosen(kernels):
         found = losses(trainer_on(GPU, tmp_path / "gpu", **changes), 8)
-    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    agree(found, expected)
 
 
 @pytest.mark.gpu
@@ -197,24 +196,16 @@ def train_on_nccl(rank: int, world_size: int, layout: Layout, directory: str, ch
 @needs_two
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    [
-        ((2, 1, 1), {}),
-        ((2, 1, 1), {"sequence_parallel": True}),
-        ((1, 2, 1), {}),
-        ((1, 2, 1), {"schedule": "zero-bubble"}),
-        *(((1, 1, 2), {"zero_stage": stage}) for stage in range(4)),
-    ],
+    [((2, 1, 1), {}), ((2, 1, 1), {"sequence_parallel": True}), ((1, 2, 1), {}),
+     ((1, 2, 1), {"schedule": "zero-bubble"}), *(((1, 1, 2), {"zero_stage": stage}) for stage in range(4))],
     ids=str,
-)
+)  # fmt: skip
 def test_two_gpus_compute_what_one_does(tmp_path: Path, layout: Layout, changes: dict[str, Any]) -> None:
     expected = losses(trainer_on(GPU, tmp_path / "one"), 6)
-    found = run_distributed(
-        train_on_nccl, 2, layout, str(tmp_path / "two"), changes, backend="nccl", init=False, timeout=180
-    )
+    options: dict[str, Any] = {"backend": "nccl", "init": False, "timeout": 180}
+    found = run_distributed(train_on_nccl, 2, layout, str(tmp_path / "two"), changes, **options)
     assert found[0] == found[1]
-    for (loss, norm), (expected_loss, expected_norm) in zip(found[0], expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    agree(found[0], expected)
     assert list((tmp_path / "two").glob("step_*"))
 
 

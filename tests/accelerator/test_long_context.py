@@ -26,16 +26,8 @@ pytestmark = needs_pretend
 Changes = dict[str, Any]
 
 LENGTH, WORDS = 1024, 2048
-LONG: Changes = {
-    "seq_length": LENGTH,
-    "vocab_size": WORDS,
-    "num_layers": 1,
-    "position_embedding_type": "rope",
-    "micro_batch_size": 1,
-    "global_batch_size": 1,
-    "num_attention_heads": 2,
-    "loss_chunks": 8,
-}
+LONG: Changes = {"seq_length": LENGTH, "vocab_size": WORDS, "num_layers": 1, "position_embedding_type": "rope"}
+LONG |= {"micro_batch_size": 1, "global_batch_size": 1, "num_attention_heads": 2, "loss_chunks": 8}
 SHORT: Changes = {"seq_length": 256, "num_layers": 2}
 
 

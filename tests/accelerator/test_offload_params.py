@@ -17,21 +17,11 @@ from megacore.config import SpikeConfig
 from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import counting, needs_pretend, slow
-from tests.accelerator.largest_model import HOST as HOST_FLAGS
+from tests.accelerator.largest_model import HOST as ON_HOST
 from tests.accelerator.largest_model import PLAIN, largest
 from tests.distributed import run_distributed
 from tests.parallel.test_spikes import GUARD, POISON, STEPS, Losses, Text, state_of, trainer_on
-from tests.parity.runs import (
-    Layout,
-    Outcome,
-    bitwise,
-    differences,
-    gather,
-    losses_around_a_skip,
-    make_config,
-    make_trainer,
-    train_on,
-)
+from tests.parity import runs
 from tests.plans.published import traced
 
 pytestmark = needs_pretend
@@ -42,14 +32,12 @@ FULL: Changes = {"recompute": "full"}
 ONE: Changes = {"micro_batch_size": 1}
 GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
 NO_CLIP: Changes = {"clip_grad": 0.0}
-EXPERTS: Changes = {
-    **{"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "ep": 2},
-    **{"activation": "swiglu", "disable_bias_linear": True},
-}
+EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "ep": 2}
+EXPERTS |= {"activation": "swiglu", "disable_bias_linear": True}
 INTERLEAVED: Changes = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
 FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
 MUON: Changes = FP16 | {"optimizer": "muon", "lr": 1e-3}
-Case = tuple[Layout, Changes]
+Case = tuple[runs.Layout, Changes]
 # By the number of ranks. A step has four microbatches or more. Without replicas stage 3 is stage 0, with other buckets:
 # the squares of the norm are added in another order, and clipping by it would show.
 CASES: dict[int, list[Case]] = {
@@ -57,7 +45,7 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 2), BF16),
         ((1, 1, 2), {"overlap_grad_reduce": False, "offload_activations": True} | GATED),
         ((1, 2, 1), NO_CLIP | BF16 | ONE | FULL),
-    ],
+    ]
 }
 MORE: dict[int, list[Case]] = {
     1: [
@@ -87,38 +75,41 @@ MORE: dict[int, list[Case]] = {
 }
 
 
-def both(
-    rank: int, world_size: int, cases: list[Case], device: str, directory: str
-) -> list[tuple[Outcome, Outcome]] | None:
+def both(rank: int, world_size: int, cases: list[Case], directory: str) -> list[list[runs.Outcome]] | None:
     """Each case on ZeRO-3, with its state on the device and in host memory."""
     found = []
     for number, (layout, changes) in enumerate(cases):
         outcomes = []
         for where in ({}, HOST):
-            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 3, "device": device}
-            config = make_config(layout, f"{directory}/{number}{len(where)}", **(common | changes | where))
+            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 3, "device": "pretend"}
+            config = runs.make_config(layout, f"{directory}/{number}{len(where)}", **(common | changes | where))
             if config.training.reproducible:
                 compute_reproducibly()
-            outcomes.append(train_on(build_mesh(config.parallel), config, moments=changes.get("optimizer") != "muon"))
-        found.append((outcomes[0], outcomes[1]))
+            outcomes.append(
+                runs.train_on(build_mesh(config.parallel), config, moments=changes.get("optimizer") != "muon")
+            )
+        found.append(outcomes)
     return found if rank == 0 else None
 
 
 @pytest.mark.parametrize(
     ("cases", "ranks"),
-    [(CASES[ranks], ranks) for ranks in CASES]
-    + [pytest.param(MORE[ranks], ranks, marks=pytest.mark.slow) for ranks in MORE],
+    [*((CASES[ranks], ranks) for ranks in CASES), *(pytest.param(MORE[n], n, marks=pytest.mark.slow) for n in MORE)],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_no_bit_differs_from_stage_3_on_the_device(cases: list[Case], ranks: int, tmp_path: Path) -> None:
-    found = run_distributed(
-        both, ranks, cases, "pretend", str(tmp_path), backend="pretend", init=ranks > 1, timeout=60 * len(cases)
-    )[0]
+    options: Changes = {"backend": "pretend", "init": ranks > 1, "timeout": 60 * len(cases)}
+    found = run_distributed(both, ranks, cases, str(tmp_path), **options)[0]
     for (plain, on_host), (_, changes) in zip(found, cases, strict=True):
         if "clip_grad" in changes:
             assert on_host.norms == pytest.approx(plain.norms, rel=1e-7)
             on_host = dataclasses.replace(on_host, norms=plain.norms)
-        bitwise(on_host, plain)
+        runs.bitwise(on_host, plain)
+
+
+def alone(work: Any, *arguments: Any, **options: Any) -> Any:
+    """What one process on the device gives."""
+    return run_distributed(work, 1, *arguments, backend="pretend", init=False, **options)[0]
 
 
 @pytest.mark.slow
@@ -126,12 +117,8 @@ def test_thirteen_times_the_model_fits_on_a_device(tmp_path: Path) -> None:
     """ZeRO-Offload's figure (arXiv 2101.06840, section 6.2.1): blocks of a model that completes a step on one device,
     with mixed precision and AdamW, and blocks of one with its state in host memory. Both recompute."""
     common: Changes = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
-    plain, on_host = (
-        run_distributed(
-            partial(largest, most=most, flags=flags, **common), 1, str(tmp_path), backend="pretend", init=False
-        )[0]
-        for flags, most in ((PLAIN, 40), (HOST_FLAGS, 130))
-    )
+    works = [partial(largest, most=most, flags=flags, **common) for flags, most in ((PLAIN, 40), (ON_HOST, 130))]
+    plain, on_host = (alone(work, str(tmp_path)) for work in works)
     assert plain.is_limit
     assert 5 < plain.blocks <= (8 << 20) / (18 * 12 * 64**2)
     assert on_host.blocks >= 13 * plain.blocks
@@ -153,11 +140,11 @@ class Steady:
 
 def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes: Changes) -> Steady:
     """The second step of a run with its state in host memory."""
-    layout: Layout = (1, 1, world_size)
-    config = make_config(layout, directory, device="pretend", zero_stage=3, **HOST, **changes)
+    layout: runs.Layout = (1, 1, world_size)
+    config = runs.make_config(layout, directory, device="pretend", zero_stage=3, **HOST, **changes)
     mesh = build_mesh(config.parallel)
     before = torch.accelerator.memory_allocated()
-    trainer = make_trainer(config, mesh)
+    trainer = runs.make_trainer(config, mesh)
     trainer.train_step(next(trainer.batches))
     batch = next(trainer.batches)
     torch.accelerator.reset_peak_memory_stats()
@@ -182,7 +169,7 @@ def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Pa
     before the second, back; for the norm once more. A part of the parameters is checked."""
     shape = {"hidden_size": 128, "num_layers": 8, "micro_batch_size": 2, "global_batch_size": 4 * replicas}
     work = partial(steady, slowly=False, changes=shape | BF16)
-    config = make_config((1, 1, replicas), tmp_path, zero_stage=3, kernels="torch", **HOST, **shape, **BF16)
+    config = runs.make_config((1, 1, replicas), tmp_path, zero_stage=3, kernels="torch", **HOST, **shape, **BF16)
     (planned,) = traced(config, outline(config), on_cpu=False)
     for found in run_distributed(work, replicas, str(tmp_path), backend="pretend", init=replicas > 1):
         assert found.waits == {"to_host": 1}
@@ -193,34 +180,11 @@ def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Pa
 
 def test_the_host_waits_once_and_for_gradients_that_it_updates(tmp_path: Path) -> None:
     """Where copies are done before anybody asks for them, for the decision alone. test_trace.py counts the bytes."""
-    found = [
-        run_distributed(
-            partial(steady, slowly=slowly, changes=BF16 | {"num_layers": 2}),
-            *(1, str(tmp_path / f"{slowly}")),
-            backend="pretend",
-            init=False,
-        )[0].waits
-        for slowly in (False, True)
-    ]
-    assert found[0] == {"to_host": 1}
-    assert found[1].keys() <= {"to_host", "downloaded", "wait_for_reads"}
-    assert found[1]["to_host"] == 1
-
-
-def losses_by_memory(rank: int, world_size: int, directory: str) -> list[list[float]]:
-    """Of steps one of which is skipped, on the device and in host memory, which is slow."""
-    found = []
-    for where in ({}, HOST):
-        changes = FP16 | {"hysteresis": 2, "zero_stage": 3, "num_layers": 1} | where
-        config = make_config((1, 1, world_size), f"{directory}/{len(where)}", device="pretend", **changes)
-        with slow():
-            found.append(losses_around_a_skip(config))
-    return found
-
-
-def test_a_skipped_step_leaves_the_weights(tmp_path: Path) -> None:
-    for plain, on_host in run_distributed(losses_by_memory, 2, str(tmp_path), backend="pretend"):
-        assert on_host == plain
+    work = partial(steady, changes=BF16 | {"num_layers": 2})
+    soon, late = (alone(partial(work, slowly=is_slow), str(tmp_path / f"{is_slow}")) for is_slow in (False, True))
+    assert soon.waits == {"to_host": 1}
+    assert late.waits.keys() <= {"to_host", "downloaded", "wait_for_reads"}
+    assert late.waits["to_host"] == 1
 
 
 def rolled_back(rank: int, world_size: int, directory: str, changes: Changes) -> list[tuple[Any, dict[str, Any]]]:
@@ -229,9 +193,8 @@ def rolled_back(rank: int, world_size: int, directory: str, changes: Changes) ->
     for where in ({}, HOST):
         losses, guard = Losses(), SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
         options = {"device": "pretend", "zero_stage": 3, "num_layers": 1, **changes, **where}
-        run = trainer_on(
-            None, (1, 1, world_size), Path(directory, str(len(where))), Text(POISON), losses, guard, **options
-        )
+        output = Path(directory, str(len(where)))
+        run = trainer_on(None, (1, 1, world_size), output, Text(POISON), losses, guard, **options)
         run.run()
         run.saving.finish()
         assert run.step == STEPS
@@ -255,18 +218,20 @@ def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) 
         load = {} if number == 0 else {"load": f"{directory}/{number - 1}"}
         common = {"num_layers": 1, "train_iters": 3, "reproducible": True, "zero_stage": 3, "micro_batch_size": 1}
         common |= {"global_batch_size": 4}
-        config = make_config((1, 1, world_size), f"{directory}/{number}", device="pretend", **common, **load, **one)
+        config = runs.make_config(
+            (1, 1, world_size), f"{directory}/{number}", device="pretend", **common, **load, **one
+        )
         compute_reproducibly()
         mesh = build_mesh(config.parallel)
-        trainer = make_trainer(config, mesh)
+        trainer = runs.make_trainer(config, mesh)
         losses.append(float(trainer.train_step(next(trainer.batches)).loss))
         trainer.save()
-    return losses, gather(trainer, mesh, lambda owned: owned.master)
+    return losses, runs.gather(trainer, mesh, lambda owned: owned.master)
 
 
 def test_checkpoints_go_from_host_to_device_and_back(tmp_path: Path) -> None:
     """With exact sums, bitwise, on another number of replicas too."""
     on_two = run_distributed(resumed, 2, str(tmp_path / "a"), [HOST, {}, HOST], backend="pretend")[0]
-    on_one = run_distributed(resumed, 1, str(tmp_path / "b"), [{}, {}, {}], backend="pretend", init=False)[0]
+    on_one = alone(resumed, str(tmp_path / "b"), [{}, {}, {}])
     assert on_two[0] == on_one[0]
-    assert not differences(on_two[1], on_one[1])
+    assert not runs.differences(on_two[1], on_one[1])

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import ops
-from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.train.trainer import Trainer
+from megacore.parallel.mesh import build_mesh
 from tests.accelerator.device import Counters, counting, needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
@@ -103,7 +102,10 @@ def steps_of(output_dir: Path, ranks: int, *cases: tuple[Options, bool]) -> list
 def ending(world_size: int, output_dir: str, one_pass: bool, options: Options) -> Step:
     config = make_config((1, 1, world_size), output_dir, **{**SIZE, "global_batch_size": 2 * world_size, **options})
     mesh = build_mesh(config.parallel)
-    trainer = _trainer(config, mesh, one_pass)
+    # Triton is chosen while the model is built: the operators then run in plain torch, each counted as the one kernel
+    # that it is.
+    with ops.kernels_chosen("triton" if one_pass else "torch"):
+        trainer = make_trainer(config, mesh)
     trainer.train_step(next(trainer.batches))
     apply, found = trainer.update.apply, list[Step]()
 
@@ -137,13 +139,6 @@ def ending(world_size: int, output_dir: str, one_pass: bool, options: Options) -
     trainer.train_step(next(trainer.batches))
     (step,) = found
     return step
-
-
-def _trainer(config: Any, mesh: Mesh, one_pass: bool) -> Trainer:
-    """Triton is chosen while the model is built: the operators then run in plain torch, each counted as the one kernel
-    that it is."""
-    with ops.kernels_chosen("triton" if one_pass else "torch"):
-        return make_trainer(config, mesh)
 
 
 BF16: Options = {"precision": "bf16", "clip_grad": 1e-3}

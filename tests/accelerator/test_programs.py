@@ -50,13 +50,10 @@ def run(directory: Path, device: str, *, program: str = "gpt", **changes: Any) -
     backend = "pretend" if device == "pretend" else "gloo"
     statuses = run_distributed(train, ranks, flags, program, backend=backend, init=False, timeout=120)
     assert statuses == [0] * ranks
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {
-        (record["step"], key): value
-        for record in records
-        for key, value in record.items()
-        if key in ("train/loss", "train/grad_norm", "eval/loss")
-    }
+    keys, found = ("train/loss", "train/grad_norm", "eval/loss"), Figures()
+    for record in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
+        found |= {(record["step"], key): record[key] for key in keys if key in record}
+    return found
 
 
 def later(figures: Figures) -> Figures:

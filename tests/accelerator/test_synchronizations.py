@@ -42,50 +42,51 @@ OWN_GROUPS: list[Options] = [
 ]
 DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS, "num_layers": 2}
 
-# Of each layout, what is tried one after the other.
-CASES: list[tuple[Layout, list[Options]]] = [
-    (
-        (1, 1, 1),
-        [
-            {"micro_batch_size": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-            {"precision": "fp16", "clip_grad": 0.0},
-            {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "window_size": 5},
-        ],
-    ),
-    ((2, 1, 1), [{"sequence_parallel": True, "recompute": "selective", "label_smoothing": 0.1}, {"optimizer": "muon"}]),
-    (
-        (1, 2, 1),
-        [
-            {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1, "num_layers": 4},
-            {"bert_style": "modern", "schedule": "zero-bubble", "precision": "bf16"},
-        ],
-    ),
-    (
-        (1, 1, 2),
-        [
-            {"zero_stage": 2, "precision": "bf16", "micro_batch_size": 1},
-            {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
-            {"zero_stage": 3, "reproducible": True},
-        ],
-    ),
-    ((1, 1, 1), [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}]),
-]
-MORE: list[tuple[Layout, list[Options]]] = [
-    (
-        (1, 1, 1),
-        [
-            {"micro_batch_size": 8},
-            {"optimizer": "sgd", "recompute": "full", "reproducible": True},
-            {"position_embedding_type": "alibi", "num_query_groups": 2, "attention": "fused-softmax"},
-            {"bert_style": "modern", "window_size": 4},
-        ],
-    ),
-    ((2, 1, 1), [{"bert_style": "classic", "micro_batch_size": 8, "precision": "bf16"}]),
-    ((1, 2, 1), [{"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"bert_style": "modern", "schedule": "1f1b"}]),
-    ((1, 1, 2), [{"zero_stage": 3}, {"zero_stage": 0, "reproducible": True}]),
-    ((1, 1, 1), [{"cp": 2, "bert_style": "classic"}]),
-    *(((1, 1, dp), [*({"optimizer": name, "precision": "bf16"} for name in OPTIMIZERS), *OWN_GROUPS]) for dp in (1, 2)),
-]
+EXPERTS: Options = {
+    "num_experts": 4, "moe_ffn_hidden_size": 16, "disable_bias_linear": True, "activation": "swiglu",
+    "moe_aux_loss_coeff": 0.1, "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+CAPPED: Options = {"recompute": "full", "moe_expert_capacity_factor": 0.75, "moe_input_jitter_eps": 0.1}
+BALANCED: Options = {"reproducible": True, "moe_router_load_balancing_type": "global_aux_loss", "zero_stage": 1}
+# Of each layout, what is tried one after the other; and how often two layers with experts wait for the numbers of rows,
+# which every exchange needs: once per layer and microbatch of 2 samples, also where a block is computed again.
+Case = tuple[Layout, list[Options], int]
+CASES: list[Case] = [
+    ((1, 1, 1), [
+        {"micro_batch_size": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        {"precision": "fp16", "clip_grad": 0.0},
+        {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "window_size": 5},
+    ], 0),
+    ((2, 1, 1), [
+        {"sequence_parallel": True, "recompute": "selective", "label_smoothing": 0.1}, {"optimizer": "muon"},
+    ], 0),
+    ((1, 2, 1), [
+        {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1, "num_layers": 4},
+        {"bert_style": "modern", "schedule": "zero-bubble", "precision": "bf16"},
+    ], 0),
+    ((1, 1, 2), [
+        {"zero_stage": 2, "precision": "bf16", "micro_batch_size": 1},
+        {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
+        {"zero_stage": 3, "reproducible": True},
+    ], 0),
+    ((1, 1, 1), [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}], 0),
+    ((1, 1, 2), [EXPERTS | {"ep": 2} | CAPPED, EXPERTS | {"ep": 2} | BALANCED], 4),
+]  # fmt: skip
+MORE: list[Case] = [
+    ((1, 1, 1), [
+        {"micro_batch_size": 8},
+        {"optimizer": "sgd", "recompute": "full", "reproducible": True},
+        {"position_embedding_type": "alibi", "num_query_groups": 2, "attention": "fused-softmax"},
+        {"bert_style": "modern", "window_size": 4},
+    ], 0),
+    ((2, 1, 1), [{"bert_style": "classic", "micro_batch_size": 8, "precision": "bf16"}], 0),
+    ((1, 2, 1), [{"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"bert_style": "modern", "schedule": "1f1b"}], 0),
+    ((1, 1, 2), [{"zero_stage": 3}, {"zero_stage": 0, "reproducible": True}], 0),
+    ((1, 1, 1), [{"cp": 2, "bert_style": "classic"}], 0),
+    *(((1, 1, dp), [*({"optimizer": name, "precision": "bf16"} for name in OPTIMIZERS), *OWN_GROUPS], 0)
+      for dp in (1, 2)),
+    ((1, 1, 1), [EXPERTS | {"recompute": "full"}], 8),
+]  # fmt: skip
 
 
 def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, options: Options) -> Trainer:
@@ -117,72 +118,30 @@ def bytes_of_a_step(trainer: Trainer) -> int:
     return sum(value.nbytes for value in fields if isinstance(value, Tensor))
 
 
-def count(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[Options]) -> None:
+def count(rank: int, world_size: int, output_dir: str, layout: Layout, variants: list[Options], waits: int) -> None:
     mesh: Mesh | None = None
     for number, options in enumerate(variants):
         trainer = trainer_of(layout, f"{output_dir}/{number}", mesh, options)
         mesh = trainer.mesh
         steps = steps_of(trainer)
-        batch = bytes_of_a_step(trainer)
-        assert [step.host_syncs for step in steps] == [1] * (STEPS - 1), (options, steps[1].sync_causes)
-        assert [step.bytes_to_device for step in steps] == [batch] * (STEPS - 2) + [0], options
-        assert all("in to_host" in cause for step in steps for cause in step.sync_causes), steps[1].sync_causes
-        assert max(step.bytes_to_host for step in steps) <= 8 * 16, options
+        assert [step.host_syncs for step in steps] == [1 + waits] * (STEPS - 1), (options, steps[1].sync_causes)
+        for step in steps:
+            assert sum("in assign" in cause for cause in step.sync_causes) == waits, step.sync_causes
+            assert sum("in to_host" in cause for cause in step.sync_causes) == 1, step.sync_causes
+        if not waits:
+            batch = bytes_of_a_step(trainer)
+            assert [step.bytes_to_device for step in steps] == [batch] * (STEPS - 2) + [0], options
+            assert max(step.bytes_to_host for step in steps) <= 8 * 16, options
 
 
 @pytest.mark.parametrize(
-    ("layout", "variants"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    ("layout", "variants", "waits"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_a_step_waits_once_and_copies_the_next_batch_alone(
-    tmp_path: Path, layout: Layout, variants: list[Options]
+    tmp_path: Path, layout: Layout, variants: list[Options], waits: int
 ) -> None:
     ranks = math.prod(layout) * variants[0].get("cp", 1)
-    run_distributed(count, ranks, layout, str(tmp_path), variants, backend="pretend", timeout=180)
-
-
-EXPERTS: Options = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "disable_bias_linear": True,
-    "activation": "swiglu",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_router_enable_expert_bias": True,
-}
-# Waits of two layers with experts and 4 microbatches of 2 samples on a rank, or 2 on each of two.
-WITH_EXPERTS: list[tuple[int, int, list[Options]]] = [
-    (1, 8, [{"recompute": "full"}]),
-    (
-        2,
-        4,
-        [
-            {"ep": 2, "recompute": "full", "moe_expert_capacity_factor": 0.75, "moe_input_jitter_eps": 0.1},
-            {"ep": 2, "reproducible": True, "moe_router_load_balancing_type": "global_aux_loss", "zero_stage": 1},
-        ],
-    ),
-]
-
-
-def count_with_experts(rank: int, world_size: int, output_dir: str, expected: int, variants: list[Options]) -> None:
-    mesh: Mesh | None = None
-    for number, options in enumerate(variants):
-        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{number}", mesh, EXPERTS | options)
-        mesh = trainer.mesh
-        steps = steps_of(trainer)
-        assert [step.host_syncs for step in steps] == [1 + expected] * (STEPS - 1), (options, steps[1].sync_causes)
-        causes = [cause for cause in steps[1].sync_causes if "in to_host" not in cause]
-        assert all("in assign" in cause for cause in causes), causes
-
-
-@pytest.mark.parametrize(
-    ("ranks", "waits", "variants"),
-    [pytest.param(*WITH_EXPERTS[0], marks=pytest.mark.slow), WITH_EXPERTS[1]],
-    ids=["1", "2"],
-)
-def test_experts_wait_once_per_layer_and_microbatch(
-    tmp_path: Path, ranks: int, waits: int, variants: list[Options]
-) -> None:
-    """For the numbers of rows, which every exchange needs; also where a block is computed again."""
-    run_distributed(count_with_experts, ranks, str(tmp_path), waits, variants, backend="pretend")
+    run_distributed(count, ranks, str(tmp_path), layout, variants, waits, backend="pretend", timeout=180)
 
 
 def skipping(rank: int, world_size: int, output_dir: str) -> list[list[int]]:

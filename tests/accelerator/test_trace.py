@@ -21,13 +21,8 @@ from tests.parity.runs import SEQUENCE, make_config, make_trainer
 pytestmark = needs_pretend
 Changes = dict[str, Any]
 MICROBATCHES, MICRO_BATCH, LAYERS = 2, 2, 4
-SHAPE: Changes = {
-    "num_layers": LAYERS,
-    "hidden_size": 64,
-    "untie_embeddings_and_output_weights": True,
-    "micro_batch_size": MICRO_BATCH,
-    "precision": "bf16",
-}
+SHAPE: Changes = {"num_layers": LAYERS, "hidden_size": 64, "micro_batch_size": MICRO_BATCH, "precision": "bf16"}
+SHAPE |= {"untie_embeddings_and_output_weights": True}
 BATCH_BYTES = MICROBATCHES * MICRO_BATCH * SEQUENCE * (8 + 8 + 4)  # tokens, labels and the mask of the loss
 SMALL = 256  # figures of a step
 
@@ -72,24 +67,21 @@ def copies(directory: Path, rank: int, step: int) -> dict[str, list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize(
-    "ranks, changes, kinds",
-    [
-        (1, {"offload_optimizer": True}, {"gradients to host": 1, "parameters to device": 1}),
-        (
-            2,
-            {"offload_optimizer": True, "offload_params": True, "zero_stage": 3},
-            # Before forward and backward of two microbatches, and a sixteenth that is checked; gradients once a
-            # microbatch, and back before the second and for the norm.
-            {"gradients to host": 2, "gradients to device": 2, "parameters to device": 4 + 1 / 16},
-        ),
-        (1, {"offload_activations": True}, {}),
-    ],
-    ids=["optimizer", "params", "activations"],
-)
-def test_all_that_the_device_copies_is_traced(
-    ranks: int, changes: Changes, kinds: dict[str, float], tmp_path: Path
-) -> None:
+# Of all state: parameters before forward and backward of two microbatches, and a sixteenth that is checked; gradients
+# once a microbatch, and back before the second and for the norm.
+CASES: dict[str, tuple[int, Changes, dict[str, float]]] = {
+    "optimizer": (1, {"offload_optimizer": True}, {"gradients to host": 1, "parameters to device": 1}),
+    "params": (
+        2, {"offload_optimizer": True, "offload_params": True, "zero_stage": 3},
+        {"gradients to host": 2, "gradients to device": 2, "parameters to device": 4 + 1 / 16},
+    ),
+    "activations": (1, {"offload_activations": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_the_device_copies_is_traced(case: str, tmp_path: Path) -> None:
+    ranks, changes, kinds = CASES[case]
     outcomes = run_distributed(traced, ranks, str(tmp_path), changes, backend="pretend", init=ranks > 1)
     for rank, (counted, params, grads) in enumerate(outcomes):
         found = copies(tmp_path, rank, 2)

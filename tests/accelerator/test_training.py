@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megacore.parallel.mesh import build_mesh, compute_reproducibly
+from megacore.checkpoint.choose import whole
+from megacore.checkpoint.directory import published
+from megacore.parallel.collectives import copy_to_group, reduce_from_group
+from megacore.parallel.mesh import ALONE, build_mesh, compute_reproducibly
+from megacore.parallel.sequence import gather_sequence, reduce_scatter_sequence
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
+from tests.parallel.test_stopping import stored
+from tests.parallel.test_tensor import world_group
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
@@ -44,19 +52,13 @@ BERT: Changes = {"bert": True}
 OFF: Changes = {"offload_activations": True}
 DIVIDED: Changes = {"distribute_saved_activations": True, "recompute": "full"}
 # One dense block, then one with experts, which may be offloaded, divided, or computed again.
-EXPERTS: Changes = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "moe_first_dense_layers": 1,
-    "moe_aux_loss_coeff": 0.1,
-    "activation": "swiglu",
-    "disable_bias_linear": True,
-}
+EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1, "moe_aux_loss_coeff": 0.1}
+EXPERTS |= {"activation": "swiglu", "disable_bias_linear": True}
 GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
 
 
-def context(comm: str, ranks: int = 2) -> Changes:
-    return {"cp": ranks, "cp_comm": comm}
+def context(comm: str) -> Changes:
+    return {"cp": 2, "cp_comm": comm}
 
 
 def zero(stage: int) -> Changes:
@@ -145,17 +147,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @cache
 def on_cpu(text: str, directory: str) -> list[float]:
     """The same numerics in one process on the CPU."""
-    parallel = {"zero_stage", "overlap_grad_reduce", "overlap_param_gather", "schedule", "virtual_stages"}
-    parallel |= {"sequence_parallel", "offload_optimizer", "reproducible", "cp", "cp_comm"}
-    parallel |= {"offload_activations", "distribute_saved_activations", "ep"}
-    changes = {name: value for name, value in json.loads(text).items() if name not in parallel}
+    parallel = "zero_stage overlap_grad_reduce overlap_param_gather schedule virtual_stages sequence_parallel cp ep"
+    parallel += " cp_comm offload_optimizer offload_activations distribute_saved_activations reproducible"
+    changes = {name: value for name, value in json.loads(text).items() if name not in parallel.split()}
     return losses_and_norms(((1, 1, 1), changes), "cpu", directory)
 
 
 @pytest.mark.parametrize(
     ("cases", "ranks"),
-    [(CASES[ranks], ranks) for ranks in CASES]
-    + [pytest.param(MORE[ranks], ranks, marks=pytest.mark.slow) for ranks in MORE],
+    [*((CASES[ranks], ranks) for ranks in CASES), *(pytest.param(MORE[n], n, marks=pytest.mark.slow) for n in MORE)],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_training_gives_the_cpus_losses(cases: list[Case], ranks: int, folder: str) -> None:
@@ -191,3 +191,69 @@ def test_the_engine_trains_any_model_as_plain_torch_does() -> None:
         assert result.norms == pytest.approx(expected.norms, rel=1e-6), name
         if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
             assert result.evaluated == pytest.approx(expected.evaluated, rel=1e-6), name
+
+
+# ---- checkpoints of runs on the accelerator --------------------------------------------------------------------------
+
+
+SAVED: list[dict[str, Any]] = [
+    {"zero_stage": 0, "async_save": True},
+    {"zero_stage": 1, "offload_optimizer": True},
+    {"zero_stage": 1, "offload_optimizer": True, "async_save": True},
+    {"zero_stage": 3},
+]
+
+
+def train_and_save(rank: int, world_size: int, directory: str, device: str, cases: list[dict[str, Any]]) -> None:
+    """Two steps of each case, saved into a directory of its own."""
+    for number, options in enumerate(cases):
+        changes = {"train_iters": 2, "num_layers": 2, "optimizer": "sgd", "device": device, **options}
+        config = make_config((1, 1, 2), Path(directory, f"{device}-{number}"), **changes)
+        make_trainer(config, build_mesh(config.parallel)).run()
+
+
+def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
+    run_distributed(train_and_save, 2, str(tmp_path), "pretend", SAVED, backend="pretend")
+    run_distributed(train_and_save, 2, str(tmp_path), "cpu", [{}])
+    (on_cpu,) = published(tmp_path / "cpu-0")
+    for number, options in enumerate(SAVED):
+        (on_device,) = published(tmp_path / f"pretend-{number}")
+        assert whole(on_device, ALONE) is None, options
+        for kind in ("model", "momentum_buffer"):
+            found, expected = stored(on_device, kind), stored(on_cpu, kind)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {kind} {name}")
+
+
+# ---- random generators and strides --------------------------------------------------------
+
+
+def generators_around_a_step(rank: int, world_size: int, directory: str) -> None:
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "recompute": "full", "num_layers": 1}
+    config = make_config((1, 1, 1), directory, device="pretend", **dropout)
+    before = torch.manual_seed(1).get_state()
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer.train_step(next(trainer.batches))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_device_module("pretend").get_rng_state(), before)
+
+
+def test_steps_with_dropout_leave_the_devices_generators_as_they_were(tmp_path: Path) -> None:
+    """test_training.py compares the masks with the CPU's."""
+    run_distributed(generators_around_a_step, 1, str(tmp_path), backend="pretend", init=False)
+
+
+def regions_of_strided_tensors(rank: int, size: int) -> None:
+    group, device = world_group(rank, size), torch.device("pretend", rank)
+    for region in (copy_to_group, reduce_from_group, gather_sequence, reduce_scatter_sequence):
+        x = torch.ones(6, 4, 8, device=device).transpose(0, 1).requires_grad_()
+        found = region(x, group)
+        found.backward(torch.ones(8, device=device).expand(found.shape))
+        found = region(x, group)
+        found.backward(torch.ones(found.shape[::-1], device=device).permute(2, 1, 0))
+
+
+def test_collectives_are_given_contiguous_tensors() -> None:
+    """The device's collectives refuse others, as NCCL does."""
+    run_distributed(regions_of_strided_tensors, 2, backend="pretend")
