@@ -33,7 +33,6 @@ class LinearArguments(ParallelArguments):
     """Those of every parallel linear layer."""
 
     products: Products
-    blocks: Blocks
     split_backward: bool
 
 
@@ -133,12 +132,7 @@ class BuildContext:
     @property
     def linear_arguments(self) -> LinearArguments:
         """Arguments of every parallel linear layer."""
-        return {
-            **self.parallel_arguments,
-            "products": self.products,
-            "blocks": self.blocks,
-            "split_backward": self.split_backward,
-        }
+        return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
 
     @property
     def loss_in_parts(self) -> bool:

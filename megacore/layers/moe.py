@@ -217,7 +217,6 @@ class Experts(nn.Module):
             experts.num_experts,
             ranks=context.experts,
             products=context.products,
-            blocks=context.expert_blocks,
             device=context.device,
         )
         # Of a tensor whose size is no multiple of a processor's vectors, its last elements may round otherwise.

@@ -55,7 +55,6 @@ class BertEmbedding(ShardedModule):
             model.vocab_size,
             h,
             multiple=model.make_vocab_size_divisible_by,
-            blocks=context.blocks,
             **context.parallel_arguments,
         )
         self.positions: ShardedParameter | None = None
@@ -133,13 +132,12 @@ class BertHead(ShardedModule):
     def _logits(self, x: Tensor) -> Tensor:
         return column_parallel(
             x,
-            self.weight,
-            self.bias,
+            (self.weight, self.bias),
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
-        )
+        )[0]
 
 
 class SentenceHead(nn.Module):

@@ -45,7 +45,6 @@ class GPTEmbedding(ShardedModule):
             config.vocab_size,
             config.hidden_size,
             multiple=config.make_vocab_size_divisible_by,
-            blocks=context.blocks,
             **context.parallel_arguments,
         )
         self.norm = (
@@ -142,13 +141,12 @@ class GPTHead(ShardedModule):
             return self.loss.losses(self._normed(hidden), self.weight, self.bias, others[-1], options)
         logits = column_parallel(
             self._normed(hidden),
-            self.weight,
-            self.bias,
+            (self.weight, self.bias),
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
-        )
+        )[0]
         return logits if self.soft_cap is None else ops.soft_capped(logits, self.soft_cap)
 
     def _normed(self, hidden: Tensor) -> Tensor:

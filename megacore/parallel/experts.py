@@ -36,7 +36,6 @@ from megacore.ops.grouped import (
     grouped_weight_gradients,
     spread_rows,
 )
-from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.products import Products, TorchProducts
@@ -348,7 +347,6 @@ class GroupedLinear(ShardedModule):
         ranks: that divide the experts, and each of them.
         split: which dimension of the weight the ranks that split an expert divide: 1 for output, 2 for input features.
         products: computes the products.
-        blocks: where sums over features are cut, so that no layout changes a bit of them.
     """
 
     def __init__(
@@ -360,12 +358,11 @@ class GroupedLinear(ShardedModule):
         ranks: ExpertRanks,
         split: int,
         products: Products,
-        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.products, shape = products, (experts, out_features, in_features)
-        self.blocks, self.split = blocks, split
+        self.split, self.group = split, ranks.layer
         held = {
             0: split_evenly(experts, ranks.dispatch.rank, ranks.dispatch.size),
             split: split_evenly(shape[split], ranks.layer.rank, ranks.layer.size),
@@ -375,15 +372,10 @@ class GroupedLinear(ShardedModule):
         self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
-        """[r, i] -> [r, o]; with blocks the sum over all ranks where they split input features.
+        """[r, i] -> [r, o], a part of the sum where ranks split input features.
 
         Args:
             x: the rows of each expert, one after the other.
             groups: how many each has.
         """
-        products = GroupedProducts(self.products, groups)
-        if not self.blocks.divide:
-            return products.linear(x, self.weight)
-        if self.split == 1:
-            return self.blocks.columns(x, (self.weight, None), products)[0]
-        return self.blocks.row(x, self.weight, None, products)
+        return GroupedProducts(self.products, groups).linear(x, self.weight)

@@ -288,6 +288,7 @@ class LinearLayers:
 
     Attributes:
         sums: where the gradient of each weight is added; None for those that autograd gets.
+        parameters: as given.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class LinearLayers:
     ) -> None:
         self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
         self.sums = list(map(gradient_sum, parameters[::2]))
-        self._parameters = parameters
+        self.parameters = parameters
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
         """The weight and bias of each product."""
@@ -333,7 +334,7 @@ class LinearLayers:
         if self.whole is not None:
             return self._joined_gradients(inputs, grads[0].flatten(0, -2))
         gradients: list[Tensor | None] = []
-        for number, bias in enumerate(self._parameters[1::2]):
+        for number, bias in enumerate(self.parameters[1::2]):
             grad = grads[number].flatten(0, -2)
             gradients += [self._weight_gradient(number, grad, inputs), None if bias is None else grad.sum(0)]
         return gradients
@@ -368,7 +369,7 @@ class LinearLayers:
 
     def _rows(self) -> list[int]:
         """The output features of each layer."""
-        return [weight.shape[0] for weight, _ in _pairs(self._parameters)]
+        return [weight.shape[0] for weight, _ in _pairs(self.parameters)]
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -14,16 +14,16 @@ Shape legend: s sequence, b micro-batch, i input features, o output features, h 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import padded_rows
 from megacore.ops import on_accelerator
 from megacore.ops.dispatch import Node
-from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.collectives import Sum, copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import (
@@ -51,29 +51,6 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpe
 # ---- linear layers
 
 
-class _Linears(Node):
-    """Linear layers of an input that every rank holds: the all-reduce of the input's gradient runs while the weight
-    gradients are computed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        save_operands(ctx, layers, x, *parameters[::2])
-        ctx.group = group
-        return layers.outputs(x, parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = saved_operands(ctx)
-        dx = ctx.layers.input_gradient(grads, weights) if ctx.needs_input_grad[1] else None
-        if dx is None or ctx.group.size == 1:
-            return None, dx, None, *ctx.layers.parameter_gradients(x, grads)
-        summing = Sum(dx, ctx.group)
-        gradients = ctx.layers.parameter_gradients(x, grads)
-        return None, summing.wait(), None, *gradients
-
-
 class ColumnParallelLinear(ShardedModule):
     """y = x W^T + b with the output features split over the group.
 
@@ -85,7 +62,6 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
-        blocks: where sums over features are cut, so that no layout changes a bit of them.
 
     Raises:
         ValueError: the group's size does not divide `out_features`.
@@ -101,13 +77,12 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         split_backward: bool = False,
         products: Products = TORCH,
-        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("out_features", out_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
-        self.products, self.blocks = products, blocks
+        self.products = products
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
@@ -121,18 +96,20 @@ class ColumnParallelLinear(ShardedModule):
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
         bias = self.bias if with_bias else None
-        if self.blocks.divide:
-            return self.blocks.columns(x, (self.weight, bias), self.products)[0]
-        if self.group.size == 1 and gradient_sum(self.weight) is None:
-            return self.products.linear(x, self.weight, bias)
-        return _linears(
+        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+            return F.linear(x, self.weight, bias)
+        return self.columns(x, (self.weight, bias))[0]
+
+    def columns(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        """What layers like this one give for one input; arguments and results as for `column_parallel`."""
+        return column_parallel(
             x,
-            (self.weight, bias),
+            parameters,
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
-        )[0]
+        )
 
 
 class RowParallelLinear(ShardedModule):
@@ -146,7 +123,6 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
-        blocks: where sums over features are cut, so that no layout changes a bit of them.
         ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends before
             the product and its communication.
 
@@ -164,14 +140,13 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         split_backward: bool = False,
         products: Products = TORCH,
-        blocks: Blocks = ONE_BLOCK,
         ends_recomputed: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("in_features", in_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
-        self.products, self.blocks, self.ends_recomputed = products, blocks, ends_recomputed
+        self.products, self.ends_recomputed = products, ends_recomputed
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -183,50 +158,37 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
-        if self.blocks.divide:
-            return self.blocks.row(x, self.weight, self.bias, self.products)
-        if self.group.size == 1 and gradient_sum(self.weight) is None:
-            return self.products.linear(x, self.weight, self.bias)
-        saved = self.ends_recomputed and self._is_one_node(x)
-        if self.group.size == 1:
-            return _linears(
-                input_saved(x) if saved else x,
-                (self.weight, self.bias),
-                self.group,
-                sequence_parallel=False,
-                split_backward=self.split_backward,
-                products=self.products,
-                input_is_saved=saved,
-            )[0]
-        if self._is_one_node(x):
-            layers = LinearLayers(self.products, (self.weight, self.bias), input_is_saved=saved)
-            row_parallel = _LinearOfScatteredOutput if self.sequence_parallel else _LinearOfSummedOutput
-            x = input_saved(x) if saved else x
-            summed: Tensor = row_parallel.apply(layers, x, self.group, self.weight, self.bias)
-            return summed
-        partial = self.products.linear(x, self.weight)
-        if self.sequence_parallel:
-            y = reduce_scatter_sequence(partial, self.group)
-        else:
-            y = reduce_from_group(partial, self.group, in_place=True)
-        return y if self.bias is None else y + self.bias
-
-    def _is_one_node(self, x: Tensor) -> bool:
-        """Whether product and communication are one node of autograd."""
-        return not self.split_backward and torch.is_grad_enabled() and on_accelerator(x)
+        alone = self.group.size == 1
+        if alone and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+            return F.linear(x, self.weight, self.bias)
+        apart = self.split_backward or not torch.is_grad_enabled()
+        if apart or (gradient_sum(self.weight) is None if alone else not on_accelerator(x)):
+            y = self.products.linear(x, self.weight, self.bias if alone else None)
+            if alone:
+                return y
+            if self.sequence_parallel:
+                y = reduce_scatter_sequence(y, self.group)
+            else:
+                y = reduce_from_group(y, self.group, in_place=True)
+            return y if self.bias is None else y + self.bias
+        saved = self.ends_recomputed and on_accelerator(x)
+        layers = LinearLayers(self.products, (self.weight, self.bias), input_is_saved=saved)
+        way = _Copied if alone else _Scattered if self.sequence_parallel else _Summed
+        x = input_saved(x) if saved else x
+        (summed,) = _ParallelLinear.apply(layers, way(self.group), x, self.weight, self.bias)
+        return summed  # type: ignore[no-any-return]
 
 
 def column_parallel(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    parameters: Parameters,
     group: Group,
     *,
     sequence_parallel: bool = False,
     split_backward: bool = False,
     products: Products = TORCH,
-) -> Tensor:
-    """A column-parallel linear layer: every rank needs all of x, `weight` holds this rank's output features.
+) -> tuple[Tensor, ...]:
+    """Column-parallel linear layers of one input, which every rank needs all of; its communication is done once.
 
     With `split_backward` communication and product are separate operators, so that autograd can compute the gradient of
     the input without that of the weight. Otherwise one operator overlaps the communication of the input's gradient with
@@ -234,24 +196,23 @@ def column_parallel(
 
     Args:
         x: [b, s, i], or, sequence parallel, [b, s/t, i].
-        weight: [o/t, i]
-        bias: [o/t], or None.
+        parameters: weight [o/t, i], bias [o/t] or None, weight, ...: this rank's output features.
         group: the tensor-parallel group.
         sequence_parallel: the input is split along the sequence.
         split_backward: see above.
         products: computes the matrix products.
 
     Returns:
-        [b, s, o/t]
+        [b, s, o/t] of each layer.
     """
-    return _linears(
-        x,
-        (weight, bias),
-        group,
-        sequence_parallel=sequence_parallel,
-        split_backward=split_backward,
-        products=products,
-    )[0]
+    if split_backward or not torch.is_grad_enabled():
+        entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
+        return linears(products, entered, parameters)
+    layers = LinearLayers(products, parameters)
+    if group.size == 1 and not any(layers.sums):
+        return linears(products, x, parameters)
+    y: tuple[Tensor, ...] = _ParallelLinear.apply(layers, _entrance(group, sequence_parallel), x, *parameters)
+    return y
 
 
 def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -264,37 +225,7 @@ def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple
     Returns:
         [b, s, o/t] of each.
     """
-    first = layers[0]
-    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    if first.blocks.divide:
-        return first.blocks.columns(x, parameters, first.products)
-    return _linears(
-        x,
-        parameters,
-        first.group,
-        sequence_parallel=first.sequence_parallel,
-        split_backward=first.split_backward,
-        products=first.products,
-    )
-
-
-def _linears(
-    x: Tensor,
-    parameters: Parameters,
-    group: Group,
-    *,
-    sequence_parallel: bool,
-    split_backward: bool,
-    products: Products,
-    input_is_saved: bool = False,
-) -> tuple[Tensor, ...]:
-    if split_backward or not torch.is_grad_enabled():
-        entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
-        return linears(products, entered, parameters)
-    layers = LinearLayers(products, parameters, input_is_saved=input_is_saved)
-    if group.size == 1 and not any(layers.sums):
-        return linears(products, x, parameters)
-    return _applied(layers, x, parameters, group, sequence_parallel=sequence_parallel)
+    return layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
 
 
 def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
@@ -302,30 +233,23 @@ def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
 
     Args:
         x: [b, s, h] (or [b, s/t, h])
-        layers: as for `columns_parallel`.
+        layers: as for `columns_parallel`, without biases.
 
     Returns:
-        [b, s, o/t of all layers together]; None where that cannot be: with biases, without gradients, with a backward
-        that is split, or where the weights do not lie one after the other in memory.
+        [b, s, o/t of all layers together]; None where that cannot be: without gradients, with a backward that is split,
+        or where the weights do not lie one after the other in memory.
     """
     first = layers[0]
-    if first.blocks.divide or first.split_backward or not torch.is_grad_enabled():
+    if first.split_backward or not torch.is_grad_enabled():
         return None
-    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    weights = [weight for weight in parameters[::2] if weight is not None]
-    if any(bias is not None for bias in parameters[1::2]) or (whole := joined(weights)) is None:
+    if (whole := joined([layer.weight for layer in layers])) is None:
         return None
-    stacked = LinearLayers(first.products, parameters, whole=whole)
-    return _applied(stacked, x, parameters, first.group, sequence_parallel=first.sequence_parallel)[0]
-
-
-def _applied(
-    layers: LinearLayers, x: Tensor, parameters: Parameters, group: Group, *, sequence_parallel: bool
-) -> tuple[Tensor, ...]:
-    sequence_parallel = sequence_parallel and group.size > 1
-    operator = _LinearOfGatheredInput if sequence_parallel else _Linears
-    y: tuple[Tensor, ...] = operator.apply(layers, x, group, *parameters)
-    return y
+    parameters = [parameter for layer in layers for parameter in (layer.weight, None)]
+    entrance = _entrance(first.group, first.sequence_parallel)
+    y: tuple[Tensor] = _ParallelLinear.apply(
+        LinearLayers(first.products, parameters, whole=whole), entrance, x, *parameters
+    )
+    return y[0]
 
 
 def _require_divisible(name: str, features: int, group: Group) -> None:
@@ -333,67 +257,106 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
         raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")
 
 
-# ---- linear layers whose communication runs beside their products
+# ---- one node of autograd for all of them: products, and what a rank exchanges beside them
 
 
-class _LinearOfGatheredInput(Node):
+class _ParallelLinear(Node):
+    """Linear layers whose communication runs beside their products: the way in of a column-parallel layer, or the way
+    out of a row-parallel one, says what is exchanged, and when."""
+
     @staticmethod
     def forward(
-        ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
+        ctx: Any, layers: LinearLayers, way: _Copied | _Gathered | _Summed, x: Tensor, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *parameters[::2])
-        ctx.layers, ctx.group = layers, group
-        return start_gather(x, group).outputs(layers, parameters)
+        save_operands(ctx, layers, x, *parameters[::2])
+        ctx.way = way
+        return way.outputs(layers, x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        gathering = start_gather(x, ctx.group)
-        scattering = gathering.input_gradient(ctx.layers, grads, weights)
-        gradients = ctx.layers.parameter_gradients(gathering.wait(), grads)
-        return None, scattering.wait(), None, *gradients
+        x, *weights = saved_operands(ctx)
+        return None, None, *ctx.way.gradients(ctx.layers, x, weights, grads, ctx.needs_input_grad[2])
 
 
-class _LinearOfScatteredOutput(Node):
-    """A row-parallel linear layer: the sum of a sample over the ranks runs while the next is computed. The first rank's
-    product adds the bias."""
+def _entrance(group: Group, sequence_parallel: bool) -> _Copied | _Gathered:
+    return _Gathered(group) if sequence_parallel and group.size > 1 else _Copied(group)
 
-    @staticmethod
-    def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        save_operands(ctx, layers, x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
+
+class _Copied:
+    """Every rank holds the input: the all-reduce of its gradient runs while the weight gradients are computed."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        return layers.outputs(x, parameters)
+
+    def gradients(
+        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
+    ) -> Iterable[Tensor | None]:
+        dx = layers.input_gradient(grads, weights) if wants_input else None
+        summing = None if dx is None or self.group.size == 1 else Sum(dx, self.group)
+        gradients = layers.parameter_gradients(x, grads)
+        return dx if summing is None else summing.wait(), *gradients
+
+
+class _Gathered(_Copied):
+    """A rank holds its positions of the input, which is gathered, and once more in backward, so that only these are
+    kept. The reduce-scatter of its gradient runs while the weight gradients are computed."""
+
+    def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        return start_gather(x, self.group).outputs(layers, parameters)
+
+    def gradients(
+        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
+    ) -> Iterable[Tensor | None]:
+        gathering = start_gather(x, self.group)
+        scattering = gathering.input_gradient(layers, grads, weights)
+        gradients = layers.parameter_gradients(gathering.wait(), grads)
+        return scattering.wait(), *gradients
+
+
+class _Summed(_Copied):
+    """Every rank computes a part of the output, and gets the sum. The first rank's product adds the bias."""
+
+    def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        weight, bias = parameters
+        assert weight is not None
+        partial = layers.products.output(x, weight, bias if self.group.is_first else None)
+        return (Sum(partial, self.group).wait(),)
+
+    def gradients(
+        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
+    ) -> Iterable[Tensor | None]:
+        return layers.input_gradient(grads, weights), *layers.parameter_gradients(x, grads)
+
+
+class _Scattered(_Summed):
+    """The same where a rank gets its positions of the sum, which runs for a sample while the next is computed."""
+
+    def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        weight, bias = parameters
+        assert weight is not None
         y = x.new_empty(*x.shape[:2], weight.shape[0])
-        scattering = SampleScatters(y, group)
+        scattering = SampleScatters(y, self.group)
         for partial, sample in zip(y, x, strict=True):
-            layers.products.write_output(partial, sample, weight, bias if group.is_first else None)
+            layers.products.write_output(partial, sample, weight, bias if self.group.is_first else None)
             scattering.start()
-        return scattering.wait()
+        return (scattering.wait(),)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved_operands(ctx)
-        gathering = SampleGathers(grad, ctx.group)
+    def gradients(
+        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
+    ) -> Iterable[Tensor | None]:
+        gathering = SampleGathers(grads[0], self.group)
         dx = torch.empty_like(x)
         for number, sample in enumerate(gathering.samples()):
-            ctx.layers.products.write_input_gradient(dx[number], sample, weight)
-        dweight = ctx.layers.weight_gradient(x, gathering.whole)
-        return None, dx, None, dweight, grad.sum((0, 1)) if ctx.has_bias else None
-
-
-class _LinearOfSummedOutput(Node):
-    """A row-parallel linear layer whose output every rank gets. The first rank's product adds the bias."""
-
-    @staticmethod
-    def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        save_operands(ctx, layers, x, weight)
-        ctx.has_bias = bias is not None
-        return Sum(layers.products.output(x, weight, bias if group.is_first else None), group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = saved_operands(ctx)
-        dx = ctx.layers.input_gradient([grad], [weight])
-        return None, dx, None, *ctx.layers.parameter_gradients(x, [grad])
+            layers.products.write_input_gradient(dx[number], sample, weights[0])
+        # The bias's gradient is of this rank's positions: sequence parallelism sums such gradients later.
+        return (
+            dx,
+            layers.weight_gradient(x, gathering.whole),
+            grads[0].sum((0, 1)) if layers.parameters[1] is not None else None,
+        )
 
 
 # ---- the embedding
@@ -412,7 +375,6 @@ class VocabParallelEmbedding(ShardedModule):
         group: the tensor-parallel group.
         multiple: local rows are padded to a multiple of this.
         sequence_parallel: the output is split along the sequence, [b, s/t, h].
-        blocks: with them gradients of rows are summed over whole sequences, whoever holds which positions.
     """
 
     def __init__(
@@ -423,27 +385,29 @@ class VocabParallelEmbedding(ShardedModule):
         group: Group = ALONE,
         multiple: int = 1,
         sequence_parallel: bool = False,
-        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.looked_up = blocks.looked_up if blocks.divide else looked_up
         self.weight = vocab_parallel_weight(
             num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
         )
-        self.weight.takes_rows = not blocks.divide
+        self.weight.takes_rows = True
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
         if self.group.size == 1:
-            return self.looked_up(tokens, self.weight)
+            return self.look_up(tokens)
         start, stop = self.weight.spec.slices[0]
         local = tokens - start
         outside = (local < 0) | (local >= stop - start)
-        rows = self.looked_up(local.masked_fill(outside, 0), self.weight)
+        rows = self.look_up(local.masked_fill(outside, 0))
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's table, [b, s] -> [b, s, h]"""
+        return looked_up(rows, self.weight)
 
 
 def vocab_parallel_weight(

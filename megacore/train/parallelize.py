@@ -31,6 +31,7 @@ from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
 from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
+from megacore.parallel.reproducible import make_reproducible
 from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
@@ -138,6 +139,7 @@ def _layers(
             task.initialize(new.values())
             task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
+        make_reproducible(layer, task.blocks)
         if config.training.compile and index in blocks:
             compile_layer(
                 layer,

@@ -17,6 +17,7 @@ from megacore.config import ResolvedConfig
 from megacore.data import Batch, Microbatch
 from megacore.models.spec import LayerSpec
 from megacore.ops import summed_cross_entropy
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
@@ -51,6 +52,7 @@ class Task(ABC):
         evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
 
     Attributes:
+        blocks: where sums over features, heads and positions are cut, for --reproducible.
         batch_type: of microbatches.
         loss_shape: of the loss's sums and counts; () is a scalar.
         evaluation_shape: of an evaluation's sums and counts.
@@ -58,6 +60,7 @@ class Task(ABC):
             the caller.
     """
 
+    blocks: Blocks = ONE_BLOCK
     batch_type: type[Batch] = Microbatch
     layers_from: Literal["configuration", "program", "caller"] = "caller"
 
