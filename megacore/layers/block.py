@@ -5,9 +5,9 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol, Unpack, overload
+from typing import Any, Protocol, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,23 @@ from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel, joined_columns_parallel
 
+Recipe = tuple[Callable[..., Tensor], *tuple[Tensor, ...]]
+"""A function and its inputs, from which a tensor can be made again."""
+
+
+def run(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor | None) -> Tensor:
+    """layer(x, *others)"""
+    return layer(x, *others)
+
+
+def run_light(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor | None) -> Tensor:
+    """layer(x, *others), which keeps for backward not x but what it was made from."""
+    with computed_again(x, partial(*made)):
+        return layer(x, *others)
+
 
 class MLP(nn.Module):
     """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward.
-
-    A gated MLP (Shazeer 2020, arXiv 2002.05202) multiplies two projections of its input. They are separate parameters,
-    so that a rank's slice of each is contiguous, and share the communication of the input.
 
     Args:
         config: sizes, biases, activation; the group's size divides `ffn_hidden_size`.
@@ -39,45 +50,139 @@ class MLP(nn.Module):
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h, inner, bias = config.hidden_size, config.inner_size, config.mlp_bias
-        self.activation = config.activation
-        self.gate: ColumnParallelLinear | None = None
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
         if config.gated:
             self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.down = RowParallelLinear(
             inner, h, bias=bias, ends_recomputed=context.recompute_full, **context.linear_arguments
         )
-        # On a device one product computes gate and up, if their weights are neighbours in memory.
-        self.joins = config.activation == "swiglu" and not bias
-        if self.gate is not None:
-            self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
+        # A kernel adds the bias in the pass of the activation. Not where weight gradients are computed apart, for which
+        # the activation's backward would run twice; compiled code fuses the two anyway.
+        self.fuses_bias = config.activation == "gelu" and bias and not context.split_backward
         # ReLU keeps its output itself.
-        self.light = context.recompute_light and config.activation != "relu"
+        self.run = run_light if context.recompute_light and config.activation != "relu" else run
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        activate, inputs = self._before_activation(x)
-        again = partial(activate, *inputs) if self.light else None
-        return _apply(self.down, activate(*inputs), again=again)
+        if self.fuses_bias and ops.uses_triton(x) and not torch.compiler.is_compiling():
+            assert self.up.bias is not None
+            up = self.up(x, with_bias=False)
+            return self.run(self.down, ops.bias_gelu(up, self.up.bias), (ops.bias_gelu, up, self.up.bias))
+        up = self.up(x)
+        return self.run(self.down, self.activation(up), (self.activation, up))
 
-    def _before_activation(self, x: Tensor) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-        """The activation, and what it is computed from."""
-        up, gate = self.up, self.gate
-        if gate is not None:
-            both = joined_columns_parallel(x, [up, gate]) if self.joins and ops.on_accelerator(x) else None
-            if both is not None:
-                return ops.swiglu_of_halves, (both,)
-            return ACTIVATION_FUNCTIONS[self.activation], columns_parallel(x, [gate, up])
-        if self._takes_bias(x):
-            assert up.bias is not None
-            return ops.bias_gelu, (up(x, with_bias=False), up.bias)
-        return ACTIVATION_FUNCTIONS[self.activation], (up(x),)
 
-    def _takes_bias(self, x: Tensor) -> bool:
-        """Whether the activation adds the bias in the same pass. Not where weight gradients are computed apart, for
-        which the activation's backward would run twice; compiled code fuses the two anyway."""
-        fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
-        return fused and self.up.bias is not None and not self.up.split_backward
+class GatedMLP(MLP):
+    """The MLP that multiplies two projections of its input (Shazeer 2020, arXiv 2002.05202). They are separate
+    parameters, so that a rank's slice of each is contiguous, and share the communication of the input."""
+
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
+        super().__init__(config, context)
+        # On a device one product computes both, if their weights are neighbours in memory.
+        self.joins = config.activation == "swiglu" and not config.mlp_bias
+        self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        both = joined_columns_parallel(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
+        if both is not None:
+            return self.run(self.down, ops.swiglu_of_halves(both), (ops.swiglu_of_halves, both))
+        gate, up = columns_parallel(x, [self.gate, self.up])
+        return self.run(self.down, self.activation(gate, up), (self.activation, gate, up))
+
+
+def build_mlp(config: ResolvedModel, context: BuildContext) -> MLP:
+    """The MLP that the configuration asks for; arguments as for `MLP`."""
+    return (GatedMLP if config.gated else MLP)(config, context)
+
+
+# ---- what a block adds to the residual stream
+
+
+class Residual:
+    """The residual stream, and the output of attention or MLP, which is added to it."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x"""
+        return residual + x
+
+    def add_and_norm(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """norm(residual + x), and the sum, which the norm computes in the same pass."""
+        return norm.of_sum(x, residual)
+
+
+class DroppedResidual(Residual):
+    """With dropout of what is added."""
+
+    def __init__(self, dropout: Dropout) -> None:
+        self.dropout = dropout
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.dropout.added_to(residual, x)
+
+    def add_and_norm(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.dropout.drops:
+            return norm.of_sum(x, residual)
+        return norm.with_input(self.dropout.added_to(residual, x))
+
+
+class NormedResidual(Residual):
+    """With a norm of what is added, as in OLMo 2 and Gemma 2."""
+
+    def __init__(self, residual: Residual, norm: LayerNorm | RMSNorm) -> None:
+        self.residual, self.norm = residual, norm
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.residual.add(self.norm(x), residual)
+
+    def add_and_norm(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.with_input(self.add(x, residual))
+
+
+class ScaledResidual(Residual):
+    """With what is added times a number, as in Granite."""
+
+    def __init__(self, residual: Residual, multiplier: float) -> None:
+        self.residual, self.multiplier = residual, multiplier
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.residual.add(x * self.multiplier, residual)
+
+    def add_and_norm(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.residual.add_and_norm(norm, x * self.multiplier, residual)
+
+
+def build_residual(config: ResolvedModel, dropout: Dropout | None, post_norm: LayerNorm | RMSNorm | None) -> Residual:
+    """How a block adds to the residual stream.
+
+    Args:
+        config: says what the output is multiplied by, before its norm.
+        dropout: of the normed output.
+        post_norm: of the output; None: there is none.
+    """
+    residual = Residual() if dropout is None else DroppedResidual(dropout)
+    if post_norm is not None:
+        residual = NormedResidual(residual, post_norm)
+    return residual if config.residual_multiplier == 1.0 else ScaledResidual(residual, config.residual_multiplier)
+
+
+class Unnormed(nn.Identity):
+    """In place of a norm where a block has none."""
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x, twice."""
+        return x, x
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, twice."""
+        return self.with_input(x + residual)
+
+
+Norm = LayerNorm | RMSNorm | Unnormed
+
+
+# ---- blocks
 
 
 class BuildsAttention(Protocol):
@@ -90,10 +195,9 @@ class BuildsAttention(Protocol):
 
 
 class TransformerBlock(nn.Module):
-    """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with attention and MLP side by side, as in
-    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1) or, with one norm for both, in GPT-J, or with norms of
-    the outputs of attention and MLP, as in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118,
-    section 2).
+    """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with norms of what attention and MLP give, as
+    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2). Where the configuration asks
+    for attention and MLP side by side, a `ParallelBlock` or a `SharedNormBlock` is made.
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -111,6 +215,11 @@ class TransformerBlock(nn.Module):
         ConfigError: the run asks for what `attention` does not have.
     """
 
+    def __new__(cls, config: ResolvedModel | None = None, *_: Any, **__: Any) -> TransformerBlock:
+        if cls is not TransformerBlock or config is None or not config.parallel_residual:  # None: a copy is made
+            return super().__new__(cls)
+        return super().__new__(SharedNormBlock if config.shared_parallel_norm else ParallelBlock)
+
     def __init__(
         self,
         config: ResolvedModel,
@@ -123,31 +232,29 @@ class TransformerBlock(nn.Module):
         alibi: ops.Alibi | None = None,
         attention_norm: bool = True,
         attention: BuildsAttention | None = None,
-        mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = MLP,
+        mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = build_mlp,
     ) -> None:
         super().__init__()
-        self.parallel, self.light = config.parallel_residual, context.recompute_light
-        self.placement, self.multiplier = config.norm_placement, config.residual_multiplier
-        self.beside = context.beside
         norm = partial(build_norm, config, device=context.device, blocks=context.blocks)
-        attention_norm = attention_norm and self.placement != "after"
-        self.attention_norm = norm() if attention_norm else nn.Identity()
-        self.attention_post_norm: LayerNorm | RMSNorm | None = None
-        self.mlp_post_norm: LayerNorm | RMSNorm | None = None
+        reads_normed, has_post_norms = config.norm_placement != "after", config.norm_placement != "before"
+        light = run_light if context.recompute_light else run
+        self.beside = context.beside
+        self.attention_norm: Norm = norm() if attention_norm and reads_normed else Unnormed()
+        self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
         mixing: Mixing = {"causal": causal, "window": window, "rotary": rotary, "alibi": alibi}
         build = attention or (LatentAttention if config.multi_latent_attention else SelfAttention)
         self.attention = build(config, context, f"{name}.attention", **mixing)
         refuse_unsupported(self.attention, config, context, mixing)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        if self.placement != "before":
-            self.attention_post_norm = norm()
-        self.shares_norm = config.shared_parallel_norm
-        self.mlp_norm = nn.Identity() if self.placement == "after" or self.shares_norm else norm()
+        self.attention_post_norm = norm() if has_post_norms else None
+        self.attention_residual = build_residual(config, self.attention_dropout, self.attention_post_norm)
+        self.mlp_norm: Norm = norm() if reads_normed and not config.shared_parallel_norm else Unnormed()
+        self.run_mlp = light if reads_normed else run
         self.mlp = mlp(config, context)
-        if self.placement != "before":
-            self.mlp_post_norm = norm()
-        self.leaves_padding_out: bool = getattr(self.mlp, "leaves_padding_out", False)
+        self.mlp_beside = ("padding",) if getattr(self.mlp, "leaves_padding_out", False) else ()
+        self.mlp_post_norm = norm() if has_post_norms else None
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
+        self.mlp_residual = build_residual(config, self.mlp_dropout, self.mlp_post_norm)
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -162,57 +269,47 @@ class TransformerBlock(nn.Module):
                 SelfAttention, which are handed on as they are.
         """
         if isinstance(x, Tensor):
-            return self._apply_to(x)
+            return self.of_hidden(x, {})
         hidden, *where = x
-        return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
+        return (self.of_hidden(hidden, dict(zip(self.beside, where, strict=False))), *where)
 
-    def _apply_to(
-        self,
-        x: Tensor,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-        padding: Tensor | None = None,
-    ) -> Tensor:
-        norm, normed, again = self.attention_norm, x, None
-        if not isinstance(norm, nn.Identity):
-            normed, x = norm.with_input(x)
-            again = partial(norm, x) if self.light else None
-        attended = self._scaled(_apply(self.attention, normed, documents, positions, again=again))
-        if self.shares_norm:
-            attended = _residual_sum(self.attention_dropout, attended, x)
-            beside = (padding,) if self.leaves_padding_out else ()
-            return _residual_sum(
-                self.mlp_dropout, self._scaled(_apply(self.mlp, normed, *beside, again=again)), attended
-            )
-        norm = self.mlp_norm
-        if self.placement != "before" or isinstance(norm, nn.Identity):
-            return self._with_post_norms(x, attended)
-        if self.parallel:
-            normed, total = norm.with_input(x)
-            residual = _residual_sum(self.attention_dropout, attended, total)
-        else:
-            normed, total = _normed_sum(norm, self.attention_dropout, attended, x)
-            residual = total
+    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+        """[b, s, h] -> [b, s, h], with what is beside it by name."""
+        normed, x = self.attention_norm.with_input(x)
+        attended = self._attended(normed, x, beside)
+        normed, x = self.attention_residual.add_and_norm(self.mlp_norm, attended, x)
         del attended  # no backward needs it
-        beside = (padding,) if self.leaves_padding_out else ()
-        mixed = self._scaled(_apply(self.mlp, normed, *beside, again=partial(norm, total) if self.light else None))
-        return _residual_sum(self.mlp_dropout, mixed, residual)
+        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(beside.get, self.mlp_beside))
+        return self.mlp_residual.add(mixed, x)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """What a layer adds to the residual."""
-        return x if self.multiplier == 1.0 else x * self.multiplier
+    def _attended(self, normed: Tensor, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+        where = map(beside.get, ("documents", "positions"))
+        return self.run_attention(self.attention, normed, (self.attention_norm, x), *where)
 
-    def _with_post_norms(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The block from attention's output on, where the outputs of its layers are normalised."""
-        assert self.attention_post_norm is not None
-        assert self.mlp_post_norm is not None
-        x = _residual_sum(self.attention_dropout, self.attention_post_norm(attended), x)
-        if isinstance(self.mlp_norm, nn.Identity):
-            mixed = self._scaled(self.mlp(x))
-        else:
-            normed, x = self.mlp_norm.with_input(x)
-            mixed = self._scaled(_apply(self.mlp, normed, again=partial(self.mlp_norm, x) if self.light else None))
-        return _residual_sum(self.mlp_dropout, self.mlp_post_norm(mixed), x)
+
+class ParallelBlock(TransformerBlock):
+    """Attention and MLP side by side, as in GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1)."""
+
+    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+        """As of a pre-norm block."""
+        normed, x = self.attention_norm.with_input(x)
+        attended = self._attended(normed, x, beside)
+        normed, x = self.mlp_norm.with_input(x)
+        residual = self.attention_residual.add(attended, x)
+        del attended  # no backward needs it
+        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(beside.get, self.mlp_beside))
+        return self.mlp_residual.add(mixed, residual)
+
+
+class SharedNormBlock(ParallelBlock):
+    """With one norm for both, as in GPT-J."""
+
+    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+        """As of a pre-norm block."""
+        normed, x = self.attention_norm.with_input(x)
+        residual = self.attention_residual.add(self._attended(normed, x, beside), x)
+        mixed = self.run_mlp(self.mlp, normed, (self.attention_norm, x), *map(beside.get, self.mlp_beside))
+        return self.mlp_residual.add(mixed, residual)
 
 
 class PostNormBlock(nn.Module):
@@ -227,42 +324,20 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()
-        self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
+        self.attention_residual = build_residual(config, self.attention_dropout, None)
         self.attention_norm = build_norm(config, device=context.device, blocks=context.blocks)
-        self.mlp = MLP(config, context)
+        self.run_mlp = run_light if context.recompute_light else run
+        self.mlp = build_mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
+        self.mlp_residual = build_residual(config, self.mlp_dropout, None)
         self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
-        x, total = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
-        mixed = _apply(self.mlp, x, again=partial(self.attention_norm, total) if self.light else None)
-        x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, mixed, x)
+        x, total = self.attention_residual.add_and_norm(self.attention_norm, self.attention(x, documents), x)
+        mixed = self.run_mlp(self.mlp, x, (self.attention_norm, total))
+        x, _ = self.mlp_residual.add_and_norm(self.mlp_norm, mixed, x)
         return x, documents
-
-
-def _apply(
-    layer: Callable[..., Tensor], x: Tensor, *others: Tensor | None, again: Callable[[], Tensor] | None
-) -> Tensor:
-    """layer(x, *others); x is not kept for backward where `again` computes it."""
-    if again is None:
-        return layer(x, *others)
-    with computed_again(x, again):
-        return layer(x, *others)
-
-
-def _residual_sum(dropout: Dropout | None, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + dropout(x)"""
-    return residual + x if dropout is None else dropout.added_to(residual, x)
-
-
-def _normed_sum(
-    norm: LayerNorm | RMSNorm, dropout: Dropout | None, x: Tensor, residual: Tensor
-) -> tuple[Tensor, Tensor]:
-    """norm(residual + dropout(x)), and the sum, which either dropout or the norm computes in the same pass."""
-    if dropout is None or not dropout.drops:
-        return norm.of_sum(x, residual)
-    return norm.with_input(dropout.added_to(residual, x))

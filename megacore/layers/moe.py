@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.activations import ACTIVATION_FUNCTIONS
-from megacore.layers.block import MLP
+from megacore.layers.block import build_mlp
 from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
 from megacore.ops.grouped import RowGroups
@@ -196,7 +196,7 @@ class SharedExpert(ShardedModule):
     def __init__(self, config: ResolvedModel, experts: ResolvedExperts, context: BuildContext) -> None:
         super().__init__()
         assert experts.moe_shared_expert_size is not None
-        self.mlp = MLP(dataclasses.replace(config, ffn_hidden_size=experts.moe_shared_expert_size), context)
+        self.mlp = build_mlp(dataclasses.replace(config, ffn_hidden_size=experts.moe_shared_expert_size), context)
         self.gate = replicated(1, config.hidden_size, device=context.device) if experts.moe_shared_expert_gate else None
         self.blocks = context.blocks
 

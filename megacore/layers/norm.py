@@ -40,25 +40,24 @@ class LayerNorm(ShardedModule):
     ) -> None:
         super().__init__()
         self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
+        self.is_plain = group.size == 1 and not plus_one  # then operators get the parameters as they are
         self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
         self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if affine and bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        return ops.layer_norm(x, *self._parameters_of_group(), self.epsilon)
+        weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
+        return ops.layer_norm(x, weight, bias, self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
-        return ops.layer_norm_with_input(x, *self._parameters_of_group(), self.epsilon)
+        weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
+        return ops.layer_norm_with_input(x, weight, bias, self.epsilon)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
-        return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
-
-    def _parameters_of_group(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.group.size == 1 and not self.plus_one:
-            return self.weight, self.bias
-        return _weight_of_group(self), _of_group(self.bias, self.group)
+        weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
+        return ops.add_layer_norm(x, residual, weight, bias, self.epsilon)
 
 
 class RMSNorm(ShardedModule):
@@ -84,19 +83,20 @@ class RMSNorm(ShardedModule):
     ) -> None:
         super().__init__()
         self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
+        self.is_plain = group.size == 1 and not plus_one  # then operators get the parameters as they are
         self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        return ops.rms_norm(x, _weight_of_group(self), self.epsilon)
+        return ops.rms_norm(x, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
-        return ops.rms_norm_with_input(x, _weight_of_group(self), self.epsilon)
+        return ops.rms_norm_with_input(x, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
-        return ops.add_rms_norm(x, residual, _weight_of_group(self), self.epsilon)
+        return ops.add_rms_norm(x, residual, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
 
 
 class JointHeadNorm(ShardedModule):
@@ -272,6 +272,10 @@ def _weight_of_group(norm: LayerNorm | RMSNorm | JointHeadNorm) -> Tensor | None
     """What a norm multiplies by, if it has a weight, whose gradient is summed over its group."""
     weight = _of_group(norm.weight, norm.group)
     return weight + 1.0 if weight is not None and norm.plus_one else weight
+
+
+def _parameters_of(norm: LayerNorm) -> tuple[Tensor | None, Tensor | None]:
+    return _weight_of_group(norm), _of_group(norm.bias, norm.group)
 
 
 def _of_group(parameter: Tensor | None, group: Group) -> Tensor | None:

@@ -12,12 +12,12 @@ from functools import partial
 from typing import overload
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import alibi_of_rank
-from megacore.layers.block import MLP, TransformerBlock
+from megacore.layers.block import TransformerBlock, build_mlp
 from megacore.layers.context import BuildContext
 from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
@@ -178,18 +178,13 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
                     name=size.name,
                     window=None if size.block is None else size.block.window_size,
                     rotary=rotaries[kind],
-                    mlp=_mlp_of(size.block),
+                    mlp=build_mlp if size.block is None or size.block.experts is None else MoE,
                 ),
             )
             for size, kind in zip(blocks, config.attention_kinds, strict=True)
         ),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
-
-
-def _mlp_of(block: ResolvedModel | None) -> type[nn.Module]:
-    """What follows attention in a block."""
-    return MLP if block is None or block.experts is None else MoE
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

@@ -24,7 +24,6 @@ from megacore.ops.dispatch import (
     require_same_device,
     require_shape,
     runs_triton,
-    uses_triton,
 )
 
 
@@ -108,10 +107,10 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
     Raises:
         ValueError: x's dtype or strides do not fit.
     """
-    if not fit(x):
+    if (runs := fit(x)) is None:
         require_rows(x=x)
         require_alike(x=x)
-    if exact or not uses_triton(x):
+    if exact or runs != "triton":
         return F.gelu(x, approximate="none" if exact else "tanh")
     y: Tensor = _gelu_forward(x, None)
     return y

@@ -259,10 +259,10 @@ def attention(
     view = None
     if window is not None or documents is not None:
         view = Visibility(causal=causal, window=window, documents=documents)
-    fused, masked = resolved(implementation) == "sdpa", alibi is not None or (view is not None and view.restricts(s))
-    blocks = fused and takes_blocks(
-        s, masked=masked, dropout=dropout, capped=soft_cap is not None, on_cpu=query.device.type == "cpu"
-    )
+    fused, masked = implementation != "fused-softmax", alibi is not None or (view is not None and view.restricts(s))
+    capped, on_cpu = soft_cap is not None, query.device.type == "cpu"
+    blocks = fused and (masked or capped or dropout > 0.0)
+    blocks = blocks and takes_blocks(s, masked=masked, dropout=dropout, capped=capped, on_cpu=on_cpu)
     if fused and not masked and not blocks:
         return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
@@ -416,9 +416,9 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, window: int | None, document
         return False
     if window is not None and (not isinstance(window, int) or window <= 0):
         return False
-    if key.dtype != query.dtype or value.dtype != query.dtype or not has_whole_heads(query, key, value):
+    if key.dtype != query.dtype or value.dtype != query.dtype or not (key.device == value.device == query.device):
         return False
-    return key.device == value.device == query.device
+    return query.stride(3) == key.stride(3) == value.stride(3) == 1 or has_whole_heads(query, key, value)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Tensor | None) -> None:

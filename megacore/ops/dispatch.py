@@ -235,9 +235,11 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
 # ---- checks of arguments: every refusal names the argument, what it is, and what is expected
 
 
-def fit(x: Tensor, *, vectors: Sequence[Tensor | None] = (), alike: Sequence[Tensor | None] = ()) -> bool:
-    """Whether arguments pass the checks of rows, shapes, dtypes, strides and devices below. Nearly all do: an operator
-    asks this first, which takes one pass and builds no messages.
+def fit(
+    x: Tensor, *, vectors: Sequence[Tensor | None] = (), alike: Sequence[Tensor | None] = ()
+) -> Literal["torch", "triton"] | None:
+    """Which implementation runs; None where arguments do not pass the checks of rows, shapes, dtypes, strides and
+    devices below. Nearly all do: an operator asks this first, which takes one pass and builds no messages.
 
     Args:
         x: [..., h]
@@ -246,14 +248,16 @@ def fit(x: Tensor, *, vectors: Sequence[Tensor | None] = (), alike: Sequence[Ten
     """
     shape, kind, device = x.shape, x.dtype, x.device
     if not shape or shape[-1] == 0 or kind not in FLOATS or not x.is_contiguous():
-        return False
+        return None
     for expected, tensors in ((shape[-1:], vectors), (shape, alike)):
         for y in tensors:
             if y is None:
                 continue
             if y.shape != expected or y.dtype is not kind or y.device != device or not y.is_contiguous():
-                return False
-    return True
+                return None
+    if _Decision.choice == "torch" or (_Decision.choice == "auto" and not x.is_cuda):
+        return "torch"
+    return "triton" if uses_triton(x) else "torch"
 
 
 def require_alike(**tensors: Tensor) -> None:

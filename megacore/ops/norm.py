@@ -22,7 +22,6 @@ from megacore.ops.dispatch import (
     require_rows,
     require_shape,
     runs_triton,
-    uses_triton,
 )
 
 
@@ -161,9 +160,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight, bias))):
+    if (runs := fit(x, vectors=(weight, bias))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, bias)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
     y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
     return y
@@ -183,9 +182,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight,))):
+    if (runs := fit(x, vectors=(weight,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         return F.rms_norm(x, x.shape[-1:], weight, epsilon)
     y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
     return y
@@ -209,9 +208,9 @@ def add_layer_norm(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight, bias), alike=(residual,))):
+    if (runs := fit(x, vectors=(weight, bias), alike=(residual,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, bias, residual)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         summed = x + residual
         return F.layer_norm(summed, x.shape[-1:], weight, bias, epsilon), summed
     y, summed, *_ = _norm_forward(x, residual, weight, bias, epsilon, False)
@@ -233,9 +232,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: fl
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight,), alike=(residual,))):
+    if (runs := fit(x, vectors=(weight,), alike=(residual,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, None, residual)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         summed = x + residual
         return F.rms_norm(summed, x.shape[-1:], weight, epsilon), summed
     y, summed, *_ = _norm_forward(x, residual, weight, None, epsilon, True)
@@ -259,9 +258,9 @@ def layer_norm_with_input(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight, bias))):
+    if (runs := fit(x, vectors=(weight, bias))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, bias)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon), x
     if torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
@@ -283,9 +282,9 @@ def rms_norm_with_input(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5)
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if not (epsilon > 0 and fit(x, vectors=(weight,))):
+    if (runs := fit(x, vectors=(weight,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight)
-    if weight is None or not uses_triton(x):
+    if weight is None or runs == "torch":
         return F.rms_norm(x, x.shape[-1:], weight, epsilon), x
     if torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
