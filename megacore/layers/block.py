@@ -18,7 +18,7 @@ from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import Mixing, SelfAttention, refuse_unsupported
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
-from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
+from megacore.layers.norm import LayerNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
@@ -130,7 +130,7 @@ class DroppedResidual(Residual):
 class NormedResidual(Residual):
     """With a norm of what is added, as in OLMo 2 and Gemma 2."""
 
-    def __init__(self, residual: Residual, norm: LayerNorm | RMSNorm) -> None:
+    def __init__(self, residual: Residual, norm: LayerNorm) -> None:
         self.residual, self.norm = residual, norm
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class ScaledResidual(Residual):
         return self.residual.add_and_norm(norm, x * self.multiplier, residual)
 
 
-def build_residual(config: ResolvedModel, dropout: Dropout | None, post_norm: LayerNorm | RMSNorm | None) -> Residual:
+def build_residual(config: ResolvedModel, dropout: Dropout | None, post_norm: LayerNorm | None) -> Residual:
     """How a block adds to the residual stream.
 
     Args:
@@ -179,7 +179,7 @@ class Unnormed(nn.Identity):
         return self.with_input(x + residual)
 
 
-Norm = LayerNorm | RMSNorm | Unnormed
+Norm = LayerNorm | Unnormed
 
 
 # ---- blocks

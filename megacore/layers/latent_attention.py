@@ -26,7 +26,7 @@ from megacore.config import ResolvedModel
 from megacore.layers.attention import Attention
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
-from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
+from megacore.layers.norm import LayerNorm, build_norm
 from megacore.layers.rotary import yarn_scale
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.sequence import gather_sequence
@@ -56,7 +56,7 @@ class LatentAttention(Attention):
         )
         up = partial(ColumnParallelLinear, bias=False, **context.linear_arguments)
         self.query: ColumnParallelLinear | None = None
-        self.query_norm: LayerNorm | RMSNorm | None = None
+        self.query_norm: LayerNorm | None = None
         if config.q_lora_rank is None:
             self.query = up(h, n * size)
         else:
@@ -111,7 +111,7 @@ class LatentAttention(Attention):
         return F.pad(x, (0, self.width - x.shape[-1])) if x.shape[-1] < self.width else x
 
 
-def _norm(config: ResolvedModel, context: BuildContext, size: int) -> LayerNorm | RMSNorm | None:
+def _norm(config: ResolvedModel, context: BuildContext, size: int) -> LayerNorm | None:
     """That of a short vector, which --qk-layernorm asks for."""
     if not config.qk_layernorm:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ class LayerNorm(ShardedModule):
 
     Args:
         hidden_size: h.
-        epsilon: added to the variance.
+        epsilon: added to the variance, or to the mean square.
         affine: whether there is a weight.
         bias: whether there is one beside the weight.
         plus_one: whether the factor is 1 + weight.
         group: ranks that normalise different vectors, such as heads: parameters' gradients are summed over it.
     """
+
+    rms: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -42,61 +44,30 @@ class LayerNorm(ShardedModule):
         self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
         self.is_plain = group.size == 1 and not plus_one  # then operators get the parameters as they are
         self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
-        self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if affine and bias else None
+        self.bias: ShardedParameter | None = None
+        if affine and bias and not self.rms:
+            self.bias = replicated(hidden_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
         weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
-        return ops.layer_norm(x, weight, bias, self.epsilon)
+        return ops.rms_norm(x, weight, self.epsilon) if self.rms else ops.layer_norm(x, weight, bias, self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
         weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
-        return ops.layer_norm_with_input(x, weight, bias, self.epsilon)
+        return ops.norm_and_sum(x, None, weight, bias, self.epsilon, rms=self.rms)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
         weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
-        return ops.add_layer_norm(x, residual, weight, bias, self.epsilon)
+        return ops.norm_and_sum(x, residual, weight, bias, self.epsilon, rms=self.rms)
 
 
-class RMSNorm(ShardedModule):
-    """RMSNorm over the last dimension.
+class RMSNorm(LayerNorm):
+    """RMSNorm over the last dimension, which has no bias."""
 
-    Args:
-        hidden_size: h.
-        epsilon: added to the mean square.
-        affine: whether there is a weight.
-        plus_one: whether the factor is 1 + weight.
-        group: as for LayerNorm.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        epsilon: float,
-        *,
-        affine: bool = True,
-        plus_one: bool = False,
-        group: Group = ALONE,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.epsilon, self.group, self.plus_one = epsilon, group, plus_one
-        self.is_plain = group.size == 1 and not plus_one  # then operators get the parameters as they are
-        self.weight: ShardedParameter | None = replicated(hidden_size, device=device) if affine else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
-        return ops.rms_norm(x, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
-
-    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
-        return ops.rms_norm_with_input(x, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of two tensors [..., h], and the sum."""
-        return ops.add_rms_norm(x, residual, self.weight if self.is_plain else _weight_of_group(self), self.epsilon)
+    rms = True
 
 
 class JointHeadNorm(ShardedModule):
@@ -243,7 +214,7 @@ class _OfBlocks:
     def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         weight = weight + 1.0 if weight is not None and self.plus_one else weight  # type: ignore[attr-defined]
         epsilon: float = self.epsilon  # type: ignore[attr-defined]
-        if isinstance(self, RMSNorm):
+        if self.rms:  # type: ignore[attr-defined]
             return ops.rms_norm(x, weight, epsilon)
         return ops.layer_norm(x, weight, bias, epsilon)
 
@@ -265,10 +236,10 @@ class RMSNormOfBlocks(_OfBlocks, RMSNorm):
     """RMSNorm for --reproducible."""
 
 
-HeadNorm = LayerNorm | RMSNorm | JointHeadNorm | NormOfEachHead
+HeadNorm = LayerNorm | JointHeadNorm | NormOfEachHead
 
 
-def _weight_of_group(norm: LayerNorm | RMSNorm | JointHeadNorm) -> Tensor | None:
+def _weight_of_group(norm: LayerNorm | JointHeadNorm) -> Tensor | None:
     """What a norm multiplies by, if it has a weight, whose gradient is summed over its group."""
     weight = _of_group(norm.weight, norm.group)
     return weight + 1.0 if weight is not None and norm.plus_one else weight
@@ -296,7 +267,7 @@ def build_norm(
     group: Group = ALONE,
     blocks: Blocks = ONE_BLOCK,
     of_heads: bool | None = None,
-) -> LayerNorm | RMSNorm:
+) -> LayerNorm:
     """The norm that the configuration asks for.
 
     Args:
@@ -307,11 +278,17 @@ def build_norm(
         blocks: where sums over positions, or over heads, are cut.
         of_heads: whether the vectors are those of heads; None: they are if there is a size.
     """
-    kind: type[LayerNorm] | type[RMSNorm] = RMSNormOfBlocks if blocks.divide else RMSNorm
-    arguments: dict[str, Any] = {"affine": config.norm_affine, "plus_one": config.layernorm_1p, "group": group}
-    if config.normalization == "LayerNorm":
-        kind, arguments["bias"] = LayerNormOfBlocks if blocks.divide else LayerNorm, config.norm_bias
-    norm = kind(size or config.hidden_size, config.norm_epsilon, device=device, **arguments)
+    names = {"LayerNorm": (LayerNorm, LayerNormOfBlocks), "RMSNorm": (RMSNorm, RMSNormOfBlocks)}
+    kind: type[LayerNorm] = names[config.normalization][blocks.divide]
+    norm = kind(
+        size or config.hidden_size,
+        config.norm_epsilon,
+        affine=config.norm_affine,
+        bias=config.norm_bias,
+        plus_one=config.layernorm_1p,
+        group=group,
+        device=device,
+    )
     if isinstance(norm, _OfBlocks):
         norm.blocks, norm.of_heads = blocks, size is not None if of_heads is None else of_heads
     return norm

@@ -37,9 +37,8 @@ from megacore.ops.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
-    layer_norm_with_input,
+    norm_and_sum,
     rms_norm,
-    rms_norm_with_input,
 )
 from megacore.ops.position import rotary, split_rotary
 from megacore.ops.soft_cap import soft_capped
@@ -69,10 +68,9 @@ __all__ = [
     "implementations",
     "kernels_chosen",
     "layer_norm",
-    "layer_norm_with_input",
+    "norm_and_sum",
     "on_accelerator",
     "rms_norm",
-    "rms_norm_with_input",
     "rotary",
     "slower_attention",
     "soft_capped",

@@ -160,47 +160,36 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    if (runs := fit(x, vectors=(weight, bias))) is None or not epsilon > 0:
-        _refuse(x, epsilon, weight, bias)
-    if weight is None or runs == "torch":
-        return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
-    y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
-    return y
+    return _normed(x, weight, bias, epsilon, rms=False)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> Tensor:
-    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + epsilon) * weight.
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + epsilon) * weight; otherwise like `layer_norm`."""
+    return _normed(x, weight, None, epsilon, rms=True)
 
-    Args:
-        x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype; None: there is none.
-        epsilon: added to the mean square.
 
-    Returns:
-        [..., h] in x's dtype.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
-    """
-    if (runs := fit(x, vectors=(weight,))) is None or not epsilon > 0:
-        _refuse(x, epsilon, weight)
+def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, *, rms: bool) -> Tensor:
+    if (runs := fit(x, vectors=(weight, bias))) is None or not epsilon > 0:
+        _refuse(x, epsilon, weight, bias)
     if weight is None or runs == "torch":
-        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
+        shape = x.shape[-1:]
+        return F.rms_norm(x, shape, weight, epsilon) if rms else F.layer_norm(x, shape, weight, bias, epsilon)
+    y: Tensor = _norm_forward(x, None, weight, bias, epsilon, rms)[0]
     return y
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5
+def norm_and_sum(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5, *, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual and LayerNorm of s, reading and writing each once.
+    """s = x + residual and the norm of s, reading and writing each once.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        residual: like x.
+        residual: like x; None: s is x, for whoever reads it besides. Kernels then add up its gradients in one pass.
         weight: [h], of x's dtype; None: there is none.
         bias: [h], of x's dtype; None: there is none.
-        epsilon: added to the variance.
+        epsilon: added to the variance, or to the mean square.
+        rms: RMSNorm, and not LayerNorm.
 
     Returns:
         The normalised sum and the sum, both like x.
@@ -211,85 +200,28 @@ def add_layer_norm(
     if (runs := fit(x, vectors=(weight, bias), alike=(residual,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, bias, residual)
     if weight is None or runs == "torch":
-        summed = x + residual
-        return F.layer_norm(summed, x.shape[-1:], weight, bias, epsilon), summed
-    y, summed, *_ = _norm_forward(x, residual, weight, bias, epsilon, False)
-    return y, summed
+        x = x if residual is None else x + residual
+        shape = x.shape[-1:]
+        return F.rms_norm(x, shape, weight, epsilon) if rms else F.layer_norm(x, shape, weight, bias, epsilon), x
+    if residual is not None:
+        y, summed, *_ = _norm_forward(x, residual, weight, bias, epsilon, rms)
+        return y, summed
+    if torch.compiler.is_compiling():
+        return _norm_forward(x, None, weight, bias, epsilon, rms)[0], x
+    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, rms)
+    return both
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual and LayerNorm of s, as `norm_and_sum`."""
+    return norm_and_sum(x, residual, weight, bias, epsilon, rms=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """s = x + residual and RMSNorm of s; otherwise like `add_layer_norm`.
-
-    Args:
-        x: [..., h] contiguous; fp32, fp16 or bf16.
-        residual: like x.
-        weight: [h], of x's dtype; None: there is none.
-        epsilon: added to the mean square.
-
-    Returns:
-        The normalised sum and the sum, both like x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
-    """
-    if (runs := fit(x, vectors=(weight,), alike=(residual,))) is None or not epsilon > 0:
-        _refuse(x, epsilon, weight, None, residual)
-    if weight is None or runs == "torch":
-        summed = x + residual
-        return F.rms_norm(summed, x.shape[-1:], weight, epsilon), summed
-    y, summed, *_ = _norm_forward(x, residual, weight, None, epsilon, True)
-    return y, summed
-
-
-def layer_norm_with_input(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5
-) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x, and x for whoever reads it besides: kernels then add up its gradients in one pass.
-
-    Args:
-        x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype; None: there is none.
-        bias: [h], of x's dtype; None: there is none.
-        epsilon: added to the variance.
-
-    Returns:
-        LayerNorm of x, and x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
-    """
-    if (runs := fit(x, vectors=(weight, bias))) is None or not epsilon > 0:
-        _refuse(x, epsilon, weight, bias)
-    if weight is None or runs == "torch":
-        return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon), x
-    if torch.compiler.is_compiling():
-        return layer_norm(x, weight, bias, epsilon), x
-    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
-    return both
-
-
-def rms_norm_with_input(x: Tensor, weight: Tensor | None, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x, and x; otherwise like `layer_norm_with_input`.
-
-    Args:
-        x: [..., h] contiguous; fp32, fp16 or bf16.
-        weight: [h], of x's dtype; None: there is none.
-        epsilon: added to the mean square.
-
-    Returns:
-        RMSNorm of x, and x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
-    """
-    if (runs := fit(x, vectors=(weight,))) is None or not epsilon > 0:
-        _refuse(x, epsilon, weight)
-    if weight is None or runs == "torch":
-        return F.rms_norm(x, x.shape[-1:], weight, epsilon), x
-    if torch.compiler.is_compiling():
-        return rms_norm(x, weight, epsilon), x
-    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
-    return both
+    """s = x + residual and RMSNorm of s, as `norm_and_sum`."""
+    return norm_and_sum(x, residual, weight, None, epsilon, rms=True)
 
 
 def _refuse(

@@ -47,14 +47,17 @@ def _norms() -> Iterator[Comparison]:
     def with_input(rms: bool) -> Function:
         return lambda x, weight, bias=None: norm._WithInput.apply(x, weight, bias, 1e-5, rms)
 
+    def with_sum(rms: bool) -> Function:
+        return lambda x, weight, bias=None: ops.norm_and_sum(x, None, weight, bias, rms=rms)
+
     kinds: dict[str, tuple[Function, Function, Function]] = {  # the operator, its formula and its plain form
         "layer_norm": (ops.layer_norm, layer_norm, forward(False)),
         "rms_norm": (ops.rms_norm, rms_norm, forward(True)),
         "layer_norm_with_input": (
-            ops.layer_norm_with_input, lambda x, weight, bias: (layer_norm(x, weight, bias), x), with_input(False),
+            with_sum(False), lambda x, weight, bias: (layer_norm(x, weight, bias), x), with_input(False),
         ),
         "rms_norm_with_input": (
-            ops.rms_norm_with_input, lambda x, weight: (rms_norm(x, weight), x), with_input(True),
+            with_sum(True), lambda x, weight: (rms_norm(x, weight), x), with_input(True),
         ),
         "add_layer_norm": (
             ops.add_layer_norm,
