@@ -27,7 +27,6 @@ from megacore.layers.context import BuildContext
 from megacore.layers.norm import HeadNorm, JointHeadNorm, NormOfEachHead, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.ops.visibility import Visibility
-from megacore.parallel.canonical import heads_are_aligned, joined_blocks
 from megacore.parallel.context import context_attention
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
@@ -84,10 +83,8 @@ class Attention(nn.Module):
         self.site, self.layer_group = name, context.layer_group
         self.soft_cap = config.attn_logit_softcapping
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.padded, self.blocks = context.padded_documents, context.blocks
+        self.padded = context.padded_documents
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
-        if self.blocks.divide:
-            self.split_by *= context.sequence.group.size
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
         self.uncompiled = ("_mixed",) if self.dropout or self.sequence.group.size > 1 else ()
@@ -109,30 +106,25 @@ class Attention(nn.Module):
         return self._mix(query, key, value, documents)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
         if self.sequence.group.size > 1:
-            assert not dropout, "the configuration refuses it"
+            assert not (self.training and self.dropout), "the configuration refuses it"
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes, soft_cap=self.soft_cap)
-        if not self.blocks.divide or (not dropout and all(map(heads_are_aligned, (query, key, value)))):
-            return self._attended(query, key, value, documents, self.alibi, dropout, shard=self.layer_group.rank)
-        parts = self.blocks.held
-        biases = [self.alibi] * len(parts)
-        if self.alibi is not None:
-            biases = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
-        heads = [self.blocks.split(x.transpose(1, 2), 2) for x in (query, key, value)]
-        mixed = []
-        for q, k, v, bias, part in zip(*heads, biases, parts, strict=True):
-            block = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            mixed.append(self._attended(*block, documents, bias, dropout, shard=part).transpose(1, 2))
-        return joined_blocks(mixed, 2).transpose(1, 2)
+        return self._attended(query, key, value, documents, alibi=self.alibi, shard=self.layer_group.rank)
 
     def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, alibi: ops.Alibi | None,
-        dropout: float, *, shard: int,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        *,
+        alibi: ops.Alibi | None,
+        shard: int,
+    ) -> Tensor:
         """Attention of some heads; `shard` decides what dropout draws."""
+        dropout = self.dropout if self.training else 0.0
         draws = seeded(self.streams.key(self.site, shard), query.device) if dropout else nullcontext()
         with draws:  # torch's fused operator draws from the default generator only
             return ops.attention(
@@ -165,38 +157,23 @@ class SelfAttention(Attention):
         super().__init__(config, context, name, **mixing)
         h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
         self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
-        self.head_ranks, self.head_rank = _ranks_of_heads(context)
+        self.head_ranks, self.head_rank = context.layer_group.size, context.layer_group.rank
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
         self.query_norm: HeadNorm | None = None
         self.key_norm: HeadNorm | None = None
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
-        ranks = ALONE if context.sequence_parallel or context.blocks.divide else context.layer_group
-        if config.qk_layernorm_all_heads:
-            ranks = ALONE if context.sequence_parallel else context.layer_group
-            joint = partial(
-                JointHeadNorm,
-                config,
-                ranks=context.layer_group,
-                group=ranks,
-                blocks=context.blocks,
-                device=context.device,
-            )
-            self.query_norm, self.key_norm = joint(n), joint(self.groups)
-        elif config.qk_layernorm_per_head:
-            of_each = partial(
-                NormOfEachHead,
-                config,
-                ranks=context.layer_group,
-                group=ranks,
-                blocks=context.blocks,
-                device=context.device,
-            )
-            self.query_norm, self.key_norm = of_each(n), of_each(self.groups)
+        group = ALONE if context.sequence_parallel else context.layer_group
+        if config.qk_layernorm_all_heads or config.qk_layernorm_per_head:
+            kind = JointHeadNorm if config.qk_layernorm_all_heads else NormOfEachHead
+            norm = partial(kind, config, ranks=context.layer_group, group=group, device=context.device)
+            self.query_norm, self.key_norm = norm(n), norm(self.groups)
         elif config.qk_layernorm:
-            norm = partial(build_norm, config, device=context.device, size=d, group=ranks, blocks=context.blocks)
-            self.query_norm, self.key_norm = norm(), norm()
+            self.query_norm, self.key_norm = (
+                build_norm(config, device=context.device, size=d, group=group) for _ in range(2)
+            )
         self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
+        self.has_whole_groups = context.layer_group.size <= self.groups
         self.limit = config.clip_qkv
         self.query_factor: float | None = None  # what queries are multiplied by, beside the 1 / sqrt(d) of scores
         if config.attention_multiplier is not None:
@@ -222,8 +199,7 @@ class SelfAttention(Attention):
         projected = self.qkv(x)
         if self.limit is not None and self.query_norm is None:
             projected = projected.clamp(-self.limit, self.limit)
-        whole_groups = self.layer_group.size <= self.groups and not self.blocks.divide
-        if self.rotary is not None and self.query_norm is None and whole_groups:
+        if self.rotary is not None and self.query_norm is None and self.has_whole_groups:
             packed = projected.unflatten(-1, (-1, self.head_size))
             groups = self.groups // self.layer_group.size
             query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
@@ -240,9 +216,7 @@ class SelfAttention(Attention):
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
         normalised if configured; otherwise views where they can be."""
-        if self.blocks.divide:
-            return self._heads_of_blocks(projected)
-        if self.layer_group.size > self.groups:
+        if not self.has_whole_groups:
             return self._heads_of_shared_groups(projected)
         groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
         query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
@@ -266,21 +240,6 @@ class SelfAttention(Attention):
         ranks = self.head_ranks // self.groups  # per query group
         queries, key, value = groups[:, :, self.head_rank // ranks].split([self.shared_by, 1, 1], dim=2)
         return queries.chunk(ranks, dim=2)[self.head_rank % ranks], key, value
-
-    def _heads_of_blocks(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_heads`, with a copy of key and value for each block of query heads that shares them: the copies'
-        gradients are then added in the order of the blocks."""
-        dtype, wide, shares = projected.dtype, projected.float(), self.head_ranks > self.groups
-        groups = (self.blocks.gathered_features(wide) if shares else wide).unflatten(
-            -1, (-1, self.shared_by + 2, self.head_size)
-        )
-        if shares:
-            query, key, value = self._share_of_group(groups)
-        else:
-            query, key, value = (part.flatten(2, 3) for part in groups.split([self.shared_by, 1, 1], dim=3))
-        copies = max(1, len(self.blocks.held) // key.shape[2])
-        key, value = (self.blocks.copies(part, copies, dtype) for part in (key, value))
-        return self._normalized(query.to(dtype), key, value)
 
     def _normalized(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised if configured, and then all three clipped as the others were before. The values
@@ -332,18 +291,13 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         raise ConfigError(problems)
 
 
-def _ranks_of_heads(context: BuildContext) -> tuple[int, int]:
-    """How many ranks divide the heads of a layer, and this rank's number among them."""
-    if context.blocks.divide:
-        return context.blocks.ranks, context.blocks.rank
-    return context.layer_group.size, context.layer_group.rank
-
-
 def alibi_of_rank(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
     """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
     if config.position_embedding_type != "alibi":
         return None
-    ranks, rank = _ranks_of_heads(context)
+    ranks, rank = context.layer_group.size, context.layer_group.rank
+    if context.blocks.divide:
+        ranks, rank = context.blocks.ranks, context.blocks.rank
     start, stop = split_evenly(config.num_attention_heads, rank, ranks)
     slopes = ops.alibi_slopes(config.num_attention_heads)[start:stop]
     return ops.Alibi(torch.tensor(slopes, dtype=torch.float32, device=context.device))

@@ -235,7 +235,7 @@ class TransformerBlock(nn.Module):
         mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = build_mlp,
     ) -> None:
         super().__init__()
-        norm = partial(build_norm, config, device=context.device, blocks=context.blocks)
+        norm = partial(build_norm, config, device=context.device)
         reads_normed, has_post_norms = config.norm_placement != "after", config.norm_placement != "before"
         light = run_light if context.recompute_light else run
         self.beside = context.beside
@@ -327,12 +327,12 @@ class PostNormBlock(nn.Module):
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.attention_residual = build_residual(config, self.attention_dropout, None)
-        self.attention_norm = build_norm(config, device=context.device, blocks=context.blocks)
+        self.attention_norm = build_norm(config, device=context.device)
         self.run_mlp = run_light if context.recompute_light else run
         self.mlp = build_mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
         self.mlp_residual = build_residual(config, self.mlp_dropout, None)
-        self.mlp_norm = build_norm(config, device=context.device, blocks=context.blocks)
+        self.mlp_norm = build_norm(config, device=context.device)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""

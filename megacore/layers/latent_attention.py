@@ -81,23 +81,22 @@ class LatentAttention(Attention):
         shared = self._entered(shared).unsqueeze(2)  # [b, s, 1, d_r]
         of_query, rotated = query.split([self.unrotated, self.rotated], -1)
         rotated, shared = self.rotary.rotate(rotated, shared, positions)
-        if self.blocks.divide:
-            shared = self.blocks.copies(shared, len(self.blocks.held), rotated.dtype, heads=of_key.shape[2])
         query = torch.cat([of_query, rotated], -1)
         if self.query_scale != 1.0:
             query = query * self.query_scale
-        key = torch.cat([of_key, shared.expand(-1, -1, of_key.shape[2], -1)], -1)
+        key = torch.cat([of_key, self._for_heads(shared, of_key)], -1)
         query, key, value = (self._widened(part).transpose(1, 2) for part in (query, key, value))
         mixed = self._mixed(query, key, value, documents).transpose(1, 2)
         return self.output(mixed[..., : self.value_size].flatten(2))
 
     def _entered(self, shared: Tensor) -> Tensor:
-        """[b, s, d_r] or, sequence parallel, [b, s/t, d_r] -> [b, s, d_r], with gradients summed over the ranks; fp32
-        where canonical blocks sum them, once it is rotated."""
-        if self.blocks.divide:
-            return self.blocks.shared(shared.contiguous()).float()
+        """[b, s, d_r] or, sequence parallel, [b, s/t, d_r] -> [b, s, d_r], with gradients summed over the ranks."""
         enter = gather_sequence if self.sequence_parallel else copy_to_group
         return enter(shared, self.layer_group)
+
+    def _for_heads(self, shared: Tensor, of_key: Tensor) -> Tensor:
+        """[b, s, 1, d_r] -> [b, s, n/t, d_r], like the heads' other part"""
+        return shared.expand(-1, -1, of_key.shape[2], -1)
 
     def _queries(self, x: Tensor) -> Tensor:
         """[b, s, h] or, sequence parallel, [b, s/t, h] -> [b, s, n (d_n + d_r) / t]"""
@@ -115,7 +114,7 @@ def _norm(config: ResolvedModel, context: BuildContext, size: int) -> LayerNorm 
     """That of a short vector, which --qk-layernorm asks for."""
     if not config.qk_layernorm:
         return None
-    return build_norm(config, device=context.device, size=size, blocks=context.blocks, of_heads=False)
+    return build_norm(config, device=context.device, size=size)
 
 
 def _query_scale(config: ResolvedModel, width: int) -> float:

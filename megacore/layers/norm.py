@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.parallel.canonical import ONE_BLOCK, Blocks, joined_blocks
 from megacore.parallel.collectives import copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -79,7 +78,6 @@ class JointHeadNorm(ShardedModule):
         heads: of all ranks.
         ranks: of the layer group, which have different heads.
         group: ranks over which the parameters' gradients are summed here.
-        blocks: where sums over heads are cut.
         device: where parameters live.
     """
 
@@ -90,11 +88,9 @@ class JointHeadNorm(ShardedModule):
         *,
         ranks: Group,
         group: Group,
-        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.blocks = blocks
         self.ranks, self.group, self.size = ranks, group, heads * config.head_size
         self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
         self.plus_one = config.layernorm_1p
@@ -104,10 +100,8 @@ class JointHeadNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, n, d] or, of this rank's heads, [b, s, n/t, d] -> the same"""
-        weight = _weight_of_group(self)
-        bias = _of_group(self.bias, self.group)
-        if self.blocks.divide:
-            return self._of_blocks(x, weight, bias)
+        weight = weight_of_group(self)
+        bias = of_group(self.bias, self.group)
         vectors = x.flatten(2).contiguous()
         if vectors.shape[-1] < self.size:
             here = slice(self.ranks.rank * vectors.shape[-1], (self.ranks.rank + 1) * vectors.shape[-1])
@@ -124,23 +118,7 @@ class JointHeadNorm(ShardedModule):
         if not self.is_rms:
             wide = wide - self._mean(wide)
         normed = wide * torch.rsqrt(self._mean(wide.square()) + self.epsilon)
-        return _scaled_and_shifted(normed, weight, bias).to(x.dtype)
-
-    def _of_blocks(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """[b, s, heads of this rank, d] -> the same, by means over the blocks of all ranks"""
-        parts = [part.float().flatten(2) for part in self.blocks.split(x, 2)]
-        if not self.is_rms:
-            parts = [part - mean for part, mean in zip(parts, self._means(parts), strict=True)]
-        normed = []
-        squares = self._means([part.square() for part in parts])
-        for part, square, (start, stop) in zip(parts, squares, self.blocks.bounds(self.size), strict=True):
-            of_part = (None if one is None else one[start:stop] for one in (weight, bias))
-            normed.append(_scaled_and_shifted(part * torch.rsqrt(square + self.epsilon), *of_part))
-        return joined_blocks(normed, 2).to(x.dtype).view(x.shape)
-
-    def _means(self, parts: list[Tensor]) -> list[Tensor]:
-        """Over the features of all blocks, [b, s, 1], for each of this rank's blocks."""
-        return [total / self.size for total in self.blocks.totals([part.sum(-1, keepdim=True) for part in parts])]
+        return scaled_and_shifted(normed, weight, bias).to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Over the last dimension on all ranks, [..., 1]. Every rank uses it for other heads, so that its gradient is a
@@ -157,7 +135,6 @@ class NormOfEachHead(ShardedModule):
         heads: of all ranks.
         ranks: of the layer group, which have different heads, or the same key where they are more than the keys.
         group: ranks over which the parameters' gradients are summed here.
-        blocks: where sums over heads are cut.
         device: where parameters live.
     """
 
@@ -168,25 +145,19 @@ class NormOfEachHead(ShardedModule):
         *,
         ranks: Group,
         group: Group,
-        blocks: Blocks = ONE_BLOCK,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.ranks, self.group, self.blocks = heads, ranks, group, blocks
+        self.heads, self.ranks, self.group = heads, ranks, group
         self.epsilon, self.is_rms = config.norm_epsilon, config.normalization == "RMSNorm"
         self.plus_one = config.layernorm_1p
         self.weight = replicated(heads * config.head_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, heads of this rank, d] -> the same"""
-        if not self.blocks.divide:
-            return self._normed(x, copy_to_group(self.weight, self.group), self.ranks.rank, self.ranks.size)
-        held, summed_later = self.blocks.held, self.blocks.sequence_parallel
-        weights = self.blocks.terms(self.weight, len(held), gathered=not summed_later)
-        parts = zip(self.blocks.split(x, 2), weights, held, strict=True)
-        return joined_blocks([self._normed(part, weight, one, self.blocks.count) for part, weight, one in parts], 2)
+        return self.normed(x, copy_to_group(self.weight, self.group), self.ranks.rank, self.ranks.size)
 
-    def _normed(self, x: Tensor, weight: Tensor, part: int, parts: int) -> Tensor:
+    def normed(self, x: Tensor, weight: Tensor, part: int, parts: int) -> Tensor:
         """Of part `part` of the heads, [b, s, heads of the part, d]; parts may have the same head."""
         of_heads = (weight + 1.0 if self.plus_one else weight).view(self.heads, -1)
         of_heads = of_heads.narrow(0, self.heads * part // parts, x.shape[2])
@@ -195,65 +166,24 @@ class NormOfEachHead(ShardedModule):
         return (plain * of_heads).to(x.dtype)
 
 
-class _OfBlocks:
-    """A norm that is computed a block at a time, so that no layout changes a bit of its parameters' gradients.
-
-    Attributes:
-        blocks: of positions, or of heads.
-        of_heads: the vectors are those of this rank's heads, [b, s, heads, d].
-    """
-
-    blocks: Blocks
-    of_heads: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
-        over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
-        return over(self._normed, [x], [self.weight, getattr(self, "bias", None)])  # type: ignore[attr-defined]
-
-    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        weight = weight + 1.0 if weight is not None and self.plus_one else weight  # type: ignore[attr-defined]
-        epsilon: float = self.epsilon  # type: ignore[attr-defined]
-        if self.rms:  # type: ignore[attr-defined]
-            return ops.rms_norm(x, weight, epsilon)
-        return ops.layer_norm(x, weight, bias, epsilon)
-
-    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, and x."""
-        return self.forward(x), x
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of two tensors [..., h], and the sum."""
-        total = x + residual
-        return self.forward(total), total
-
-
-class LayerNormOfBlocks(_OfBlocks, LayerNorm):
-    """LayerNorm for --reproducible."""
-
-
-class RMSNormOfBlocks(_OfBlocks, RMSNorm):
-    """RMSNorm for --reproducible."""
-
-
 HeadNorm = LayerNorm | JointHeadNorm | NormOfEachHead
 
 
-def _weight_of_group(norm: LayerNorm | JointHeadNorm) -> Tensor | None:
+def weight_of_group(norm: LayerNorm | JointHeadNorm) -> Tensor | None:
     """What a norm multiplies by, if it has a weight, whose gradient is summed over its group."""
-    weight = _of_group(norm.weight, norm.group)
+    weight = of_group(norm.weight, norm.group)
     return weight + 1.0 if weight is not None and norm.plus_one else weight
 
 
 def _parameters_of(norm: LayerNorm) -> tuple[Tensor | None, Tensor | None]:
-    return _weight_of_group(norm), _of_group(norm.bias, norm.group)
+    return weight_of_group(norm), of_group(norm.bias, norm.group)
 
 
-def _of_group(parameter: Tensor | None, group: Group) -> Tensor | None:
+def of_group(parameter: Tensor | None, group: Group) -> Tensor | None:
     return parameter if parameter is None or group.size == 1 else copy_to_group(parameter, group)
 
 
-def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """x in fp32 times the weight, plus the bias, as far as there are any."""
     scaled = x if weight is None else x * weight.float()
     return scaled if bias is None else scaled + bias.float()
@@ -265,8 +195,6 @@ def build_norm(
     device: torch.device | None,
     size: int | None = None,
     group: Group = ALONE,
-    blocks: Blocks = ONE_BLOCK,
-    of_heads: bool | None = None,
 ) -> LayerNorm:
     """The norm that the configuration asks for.
 
@@ -275,12 +203,9 @@ def build_norm(
         device: where its parameters live.
         size: of the last dimension. None: the hidden size.
         group: as for LayerNorm.
-        blocks: where sums over positions, or over heads, are cut.
-        of_heads: whether the vectors are those of heads; None: they are if there is a size.
     """
-    names = {"LayerNorm": (LayerNorm, LayerNormOfBlocks), "RMSNorm": (RMSNorm, RMSNormOfBlocks)}
-    kind: type[LayerNorm] = names[config.normalization][blocks.divide]
-    norm = kind(
+    kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
+    return kind(
         size or config.hidden_size,
         config.norm_epsilon,
         affine=config.norm_affine,
@@ -289,6 +214,3 @@ def build_norm(
         group=group,
         device=device,
     )
-    if isinstance(norm, _OfBlocks):
-        norm.blocks, norm.of_heads = blocks, size is not None if of_heads is None else of_heads
-    return norm

@@ -63,7 +63,7 @@ class BertEmbedding(ShardedModule):
             self.positions = replicated(model.position_rows, h, device=device)
             self.segments = replicated(config.bert.num_token_types, h, device=device)
         self.offset = model.position_offset
-        self.norm = build_norm(model, device=device, blocks=context.blocks)
+        self.norm = build_norm(model, device=device)
         self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
         self.sequence, self.blocks = context.sequence, context.blocks
@@ -97,9 +97,7 @@ class BertHead(ShardedModule):
         h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
-        self.norm = (
-            build_norm(model, device=device, blocks=context.blocks) if config.bert.packed else nn.Identity()
-        )  # after pre-norm blocks
+        self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
         self.transform = ReplicatedLinear(
             h,
             h,
@@ -108,7 +106,7 @@ class BertHead(ShardedModule):
             blocks=context.blocks,
             device=device,
         )
-        self.transform_norm = build_norm(model, device=device, blocks=context.blocks)
+        self.transform_norm = build_norm(model, device=device)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
         self.loss, self.loss_options = context.chunked_loss(vocabulary), context.loss_options

@@ -47,9 +47,7 @@ class GPTEmbedding(ShardedModule):
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
         )
-        self.norm = (
-            build_norm(config, device=context.device, blocks=context.blocks) if config.embedding_layernorm else None
-        )
+        self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
             self.positions = replicated(config.position_rows, config.hidden_size, device=context.device)
@@ -115,7 +113,7 @@ class GPTHead(ShardedModule):
         super().__init__()
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
-        self.norm = build_norm(config, device=context.device, blocks=context.blocks)
+        self.norm = build_norm(config, device=context.device)
         self.divisor, self.soft_cap = config.logits_divisor, config.final_logit_softcapping
         self.weight = vocab_parallel_weight(
             config.vocab_size,

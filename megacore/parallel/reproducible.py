@@ -1,10 +1,11 @@
-"""The parallel layers of --reproducible: what `parallelize()` puts in the place of the plain ones.
+"""The parallel layers of --reproducible, which `parallelize()` puts in the place of the plain ones.
 
 Each computes in canonical blocks (canonical.py), so that no layout changes a bit. The plain layers know nothing of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class GroupedLinearOfBlocks(GroupedLinear):
         return self.blocks.row(x, self.weight, None, products)
 
 
-_OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
+OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     ColumnParallelLinear: ColumnParallelLinearOfBlocks,
     RowParallelLinear: RowParallelLinearOfBlocks,
     VocabParallelEmbedding: VocabParallelEmbeddingOfBlocks,
@@ -71,19 +72,20 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def make_reproducible(layer: nn.Module, blocks: Blocks) -> None:
-    """Let the parallel layers inside a layer of a model compute in blocks. Their parameters stay theirs.
+def exchange(layer: nn.Module, blocks: Blocks, kinds: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    """Let modules inside a layer of a model compute in blocks. Their parameters stay theirs.
 
     Args:
         layer: as it was built.
-        blocks: of the model; if they do not divide sums, nothing changes.
+        blocks: of the model.
+        kinds: by a plain class, the one that computes in blocks. It differs in methods only.
     """
-    for module in layer.modules() if blocks.divide else ():
-        plain = next((kind for kind in type(module).__mro__ if kind in _OF_BLOCKS), None)
+    for module in layer.modules():
+        plain = next((kind for kind in type(module).__mro__ if kind in kinds), None)
         if plain is None:
             continue
-        # A layer of blocks has what the plain one has, and differs in methods only; those of a subclass come first.
-        kind = _OF_BLOCKS[plain]
+        # The methods of a subclass come first.
+        kind = kinds[plain]
         module.__class__ = kind if type(module) is plain else type(kind.__name__, (type(module), kind), {})
         module.blocks = blocks
         if isinstance(module, GroupedLinear):

@@ -24,6 +24,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.parameter_groups import DECOUPLED, ParameterGroups
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
+from megacore.layers.reproducible import make_reproducible
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
@@ -31,7 +32,6 @@ from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
 from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
-from megacore.parallel.reproducible import make_reproducible
 from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
