@@ -39,8 +39,8 @@ from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.context import ContextComm, SequenceShards
-from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
+from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 from megacore.tracer.step_trace import FREE

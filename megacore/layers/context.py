@@ -15,7 +15,7 @@ from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.experts import ExpertRanks
-from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.loss import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import Dropout, RandomStreams

@@ -2,7 +2,9 @@
 2017, arXiv 1701.06538; Fedus et al. 2021, arXiv 2101.03961).
 
 The router computes in fp32. Nothing depends on which other sequences are in the microbatch. No token is dropped, unless
-experts have a capacity (capacity.py). How tokens reach the ranks that hold their experts is in parallel/experts.py.
+experts have a capacity (Lepikhin et al. 2020, arXiv 2006.16668, section 2.2): then a sequence is the unit, and not a
+microbatch or what a rank holds, so that neither the micro-batch size nor any layout changes which choices are dropped.
+How tokens reach the ranks that hold their experts is in parallel/experts.py.
 
 Shape legend: b micro-batch, s positions on this rank, S positions of the sequence, h hidden size, E experts, k experts
 that a token uses, f inner width of an expert, r rows of this rank's experts.
@@ -14,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +28,6 @@ from torch.func import functional_call
 from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.block import build_mlp
-from megacore.layers.capacity import beyond_capacity, capacity_of
 from megacore.layers.context import BuildContext
 from megacore.ops.grouped import RowGroups
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
@@ -121,6 +123,52 @@ def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, T
     indices, gap = _highest(best, allowed)
     of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, indices, True)
     return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2), gap
+
+
+def capacity_of(experts: ResolvedExperts, length: int) -> int:
+    """How many tokens of a sequence an expert takes: the capacity factor times the mean.
+
+    Args:
+        experts: with a capacity factor.
+        length: of the sequence.
+    """
+    assert experts.moe_expert_capacity_factor is not None
+    factor = Fraction(str(experts.moe_expert_capacity_factor))  # as it was written: rounded products end above integers
+    return math.ceil(factor * experts.moe_router_topk * length / experts.num_experts)
+
+
+def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, capacity: int) -> tuple[Tensor, Tensor]:
+    """Which choices are dropped: an expert takes those with the largest weights, of equal ones the first, or those that
+    come first.
+
+    Args:
+        indices: [b, S, k] int64, the experts of all tokens of each sequence; E for padding, which takes no place.
+        weights: [b, S, k], of the choices.
+        experts: says which of the two.
+        capacity: of each expert, in tokens of a sequence.
+
+    Returns:
+        [b, S, k] bool; and by how much the smallest weight that a full expert takes exceeds the largest that it drops,
+        at least, a scalar: infinite where none drops a choice, or drops by position.
+    """
+    flat = indices.flatten(1)  # [b, S k], in the order of positions
+    if experts.moe_token_drop_policy == "probs":
+        by_weight = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices
+        order = by_weight.gather(1, torch.sort(flat.gather(1, by_weight), dim=1, stable=True).indices)
+    else:
+        order = torch.sort(flat, dim=1, stable=True).indices
+    ordered = flat.gather(1, order)  # by expert
+    counts = flat.new_zeros(len(flat), experts.num_experts + 1).scatter_add_(1, flat, torch.ones_like(flat))
+    first = counts.cumsum(1) - counts  # of each expert
+    number = torch.arange(flat.shape[1], device=flat.device) - first.gather(1, ordered)
+    dropped = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, order, number >= capacity)
+    gap = weights.new_full((), torch.inf)
+    if experts.moe_token_drop_policy == "probs":
+        by_order = weights.flatten(1).gather(1, order)
+        is_first_dropped = (number == capacity) & (ordered < experts.num_experts)
+        steps = (by_order[:, :-1] - by_order[:, 1:]).masked_fill(~is_first_dropped[:, 1:], torch.inf)
+        gap = steps.amin()
+    return dropped.view_as(indices), gap
 
 
 class Router(ShardedModule):

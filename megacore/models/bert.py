@@ -32,12 +32,7 @@ from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
-from megacore.parallel.tensor import (
-    VocabParallelEmbedding,
-    column_parallel,
-    vocab_parallel_bias,
-    vocab_parallel_weight,
-)
+from megacore.parallel.tensor import VocabParallelEmbedding, VocabParallelOutput
 
 # Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
 # of the tokens [b, s] replace their logits, and in an evaluation also the likeliest tokens [b, s].
@@ -88,15 +83,15 @@ class BertEmbedding(ShardedModule):
         return x if self.dropout is None else self.dropout(x), documents
 
 
-class BertHead(ShardedModule):
+class BertHead(VocabParallelOutput):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
     def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
-        super().__init__()
-        model, device = config.model, context.device
-        h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
-        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
-        self.split_backward, self.products = context.split_backward, context.products
+        model, device, h = config.model, context.device, config.model.hidden_size
+        super().__init__(
+            model.vocab_size, h, multiple=model.make_vocab_size_divisible_by, bias=True, **context.linear_arguments
+        )
+        self.loss, self.loss_options = context.chunked_loss(model.vocab_size), context.loss_options
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
         self.transform = ReplicatedLinear(
             h,
@@ -107,9 +102,6 @@ class BertHead(ShardedModule):
             device=device,
         )
         self.transform_norm = build_norm(model, device=device)
-        self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
-        self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
-        self.loss, self.loss_options = context.chunked_loss(vocabulary), context.loss_options
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Output:
@@ -117,7 +109,7 @@ class BertHead(ShardedModule):
         hidden, _, *labels = inputs
         x = self.norm(hidden)
         transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
-        outputs = self._losses(transformed, *labels) if labels else (self._logits(transformed),)
+        outputs = self._losses(transformed, *labels) if labels else (self.logits(transformed),)
         if self.sentence is not None:
             outputs = (*outputs, self.sentence(x))
         return outputs if len(outputs) > 1 else outputs[0]
@@ -126,16 +118,6 @@ class BertHead(ShardedModule):
         if self.training:
             return (self.loss.losses(x, self.weight, self.bias, labels, self.loss_options),)
         return self.loss.losses_and_likeliest(x, self.weight, self.bias, labels, ops.CrossEntropyOptions())
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return column_parallel(
-            x,
-            (self.weight, self.bias),
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            split_backward=self.split_backward,
-            products=self.products,
-        )[0]
 
 
 class SentenceHead(nn.Module):

@@ -28,12 +28,7 @@ from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
-from megacore.parallel.tensor import (
-    VocabParallelEmbedding,
-    column_parallel,
-    vocab_parallel_bias,
-    vocab_parallel_weight,
-)
+from megacore.parallel.tensor import VocabParallelEmbedding, VocabParallelOutput
 
 
 class GPTEmbedding(ShardedModule):
@@ -103,32 +98,23 @@ class GPTEmbedding(ShardedModule):
         return table[here]
 
 
-class GPTHead(ShardedModule):
-    """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's.
+class GPTHead(VocabParallelOutput):
+    """Final norm and output layer.
 
     Given the labels too, the layer computes the loss with the logits, a chunk of the vocabulary at a time.
     """
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
-        self.split_backward, self.products = context.split_backward, context.products
-        self.norm = build_norm(config, device=context.device)
-        self.divisor, self.soft_cap = config.logits_divisor, config.final_logit_softcapping
-        self.weight = vocab_parallel_weight(
+        super().__init__(
             config.vocab_size,
             config.hidden_size,
-            group=context.layer_group,
             multiple=config.make_vocab_size_divisible_by,
-            device=context.device,
+            bias=config.add_output_layer_bias,
+            **context.linear_arguments,
         )
-        self.bias: ShardedParameter | None = None
-        if config.add_output_layer_bias:
-            multiple = config.make_vocab_size_divisible_by
-            self.bias = vocab_parallel_bias(
-                config.vocab_size, group=context.layer_group, multiple=multiple, device=context.device
-            )
+        self.divisor, self.soft_cap = config.logits_divisor, config.final_logit_softcapping
         self.loss, self.loss_options = context.chunked_loss(config.vocab_size, self.soft_cap), context.loss_options
+        self.norm = build_norm(config, device=context.device)
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
         """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
@@ -137,14 +123,7 @@ class GPTHead(ShardedModule):
         if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
             return self.loss.losses(self._normed(hidden), self.weight, self.bias, others[-1], options)
-        logits = column_parallel(
-            self._normed(hidden),
-            (self.weight, self.bias),
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            split_backward=self.split_backward,
-            products=self.products,
-        )[0]
+        logits = self.logits(self._normed(hidden))
         return logits if self.soft_cap is None else ops.soft_capped(logits, self.soft_cap)
 
     def _normed(self, hidden: Tensor) -> Tensor:

@@ -389,9 +389,7 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight = vocab_parallel_weight(
-            num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
-        )
+        self.weight = _vocab_parallel(num_embeddings, embedding_dim, group=group, multiple=multiple, device=device)
         self.weight.takes_rows = True
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -410,21 +408,55 @@ class VocabParallelEmbedding(ShardedModule):
         return looked_up(rows, self.weight)
 
 
-def vocab_parallel_weight(
-    vocab_size: int, hidden_size: int, *, group: Group, multiple: int, device: torch.device | None = None
-) -> ShardedParameter:
-    """This rank's uninitialised rows of a [V, h] table, padded at the end."""
-    start, stop = split_evenly(vocab_size, group.rank, group.size)
-    rows = padded_rows(vocab_size, group.size, multiple)
-    spec = ShardSpec.split((vocab_size, hidden_size), {0: (start, stop)})
-    return ShardedParameter(torch.empty(rows, hidden_size, device=device), spec)
+class VocabParallelOutput(ShardedModule):
+    """The output layer: logits over the vocabulary, whose rows are split like the embedding's, and may be the same.
+
+    Args:
+        num_embeddings: V, the true vocabulary size.
+        embedding_dim: h.
+        group: the tensor-parallel group.
+        multiple: local rows are padded to a multiple of this, as are the embedding's.
+        bias: whether each token has one.
+        sequence_parallel, split_backward, products: as for `column_parallel`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Group = ALONE,
+        multiple: int = 1,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        split_backward: bool = False,
+        products: Products = TORCH,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.split_backward, self.products = split_backward, products
+        self.weight = _vocab_parallel(num_embeddings, embedding_dim, group=group, multiple=multiple, device=device)
+        self.bias: ShardedParameter | None = None
+        if bias:
+            self.bias = _vocab_parallel(num_embeddings, group=group, multiple=multiple, device=device)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, s, padded V/t]"""
+        return column_parallel(
+            x,
+            (self.weight, self.bias),
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            split_backward=self.split_backward,
+            products=self.products,
+        )[0]
 
 
-def vocab_parallel_bias(
-    vocab_size: int, *, group: Group, multiple: int, device: torch.device | None = None
+def _vocab_parallel(
+    vocab_size: int, *sizes: int, group: Group, multiple: int, device: torch.device | None
 ) -> ShardedParameter:
-    """This rank's uninitialised share of one number for each of V tokens, padded at the end like the weight's rows."""
-    start, stop = split_evenly(vocab_size, group.rank, group.size)
+    """This rank's uninitialised rows of a [V, *sizes] table, padded at the end."""
+    spec = ShardSpec.split((vocab_size, *sizes), {0: split_evenly(vocab_size, group.rank, group.size)})
     rows = padded_rows(vocab_size, group.size, multiple)
-    spec = ShardSpec.split((vocab_size,), {0: (start, stop)})
-    return ShardedParameter(torch.empty(rows, device=device), spec)
+    return ShardedParameter(torch.empty(rows, *sizes, device=device), spec)

@@ -24,7 +24,7 @@ from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
-from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
+from megacore.parallel.loss import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter

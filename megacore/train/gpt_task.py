@@ -19,8 +19,8 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
 from megacore.models.spec import DescribesLayers
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
-from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.experts import ExpertRanks
+from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams

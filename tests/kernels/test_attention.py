@@ -20,7 +20,7 @@ from megacore.ops import Attention
 from megacore.ops.attention import AttentionShape, attention_backend, slower_attention, visible
 from megacore.ops.block_attention import block_attention
 from megacore.ops.visibility import Visibility
-from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.loss import ChunkedLoss
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.products import TORCH
 from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, brute_force, drawn, is_the_loop, outer, with_all_weights

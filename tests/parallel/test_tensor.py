@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore.config.model import padded_rows
 from megacore.ops import CrossEntropyOptions, cross_entropy
-from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
+from megacore.parallel.loss import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

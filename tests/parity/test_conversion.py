@@ -25,7 +25,7 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.hf import row_orders
 from megacore.models.hf.family import same_model
 from megacore.ops import cross_entropy
-from megacore.parallel.cross_entropy import vocabulary_share
+from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition

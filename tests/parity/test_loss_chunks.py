@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops import CrossEntropyOptions
-from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.loss import ChunkedLoss
 from megacore.parallel.mesh import ALONE, build_mesh
 from megacore.parallel.products import TORCH
 from tests.distributed import run_distributed

@@ -1,10 +1,15 @@
-"""The output layer and its cross-entropy as one operator, which never holds all logits.
+"""The vocabulary split over tensor-parallel ranks: its cross-entropy, and an output layer that computes it as one
+operator, which never holds all logits.
 
-A rank's share of the vocabulary is computed a chunk at a time, forward and once more backward, as if more ranks had
-split it: the statistics of the chunks are merged like those of ranks (megacore/ops/loss.py). Only one chunk's logits
-exist at any time, over which their gradient is written. Chunks are of the vocabulary and not of the tokens, so that the
-weight's gradient is computed once for each of its rows and needs no second sum; only the input's is summed over chunks,
-in fp32, to which each chunk's product adds unrounded.
+Ranks never gather logits: one exchange per call, of three floats per token (largest logit, sum of exponentials, linear
+part). Each rank combines the others' statistics in the same order, so that all get the same bits. What is computed on a
+rank is `megacore.ops.cross_entropy`, which a `VocabularyShare` tells what the rank holds.
+
+The output layer computes a rank's share a chunk at a time, forward and once more backward, as if more ranks had split
+it: the statistics of the chunks are merged like those of ranks (megacore/ops/loss.py). Only one chunk's logits exist at
+any time, over which their gradient is written. Chunks are of the vocabulary and not of the tokens, so that the weight's
+gradient is computed once for each of its rows and needs no second sum; only the input's is summed over chunks, in fp32,
+to which each chunk's product adds unrounded.
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks, n tokens (b x s).
 """
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +35,73 @@ from megacore.ops.loss import (
 )
 from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.parallel.canonical import ONE_BLOCK, Blocks, aligned, tree_sum
-from megacore.parallel.collectives import copy_to_group
-from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
-from megacore.parallel.mesh import Group
+from megacore.parallel.collectives import all_gather, copy_to_group
+from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Products, gradient_sum
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
 
 _ALIGNED = 64  # columns; a product of fewer is slower
 _WIDE = 1024  # columns, from which on rounding up to `_ALIGNED` costs little
+
+
+# ---- the vocabulary of ranks
+
+
+def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE_BLOCK) -> VocabularyShare:
+    """Which columns of the logits this rank holds, and the exchange.
+
+    Args:
+        vocab_size: the true vocabulary size V; rank r of t holds columns [r V / t, (r + 1) V / t).
+        group: the tensor-parallel group.
+        blocks: that the ranks have statistics of, in place of one set for all their columns.
+    """
+    if blocks.divide:
+        return VocabularyShare(
+            bounds=tuple(split_evenly(vocab_size, number, blocks.count) for number in range(blocks.count)),
+            exchange=blocks.of_all_blocks,
+        )
+    if group.size == 1:
+        return VocabularyShare(((0, vocab_size),))
+    return VocabularyShare(
+        bounds=tuple(split_evenly(vocab_size, rank, group.size) for rank in range(group.size)),
+        rank=group.rank,
+        exchange=partial(all_gather, group=group),
+    )
+
+
+@torch.no_grad()
+def vocab_parallel_argmax(logits: Tensor, share: VocabularyShare) -> Tensor:
+    """The likeliest token at each position, the same on every rank.
+
+    Args:
+        logits: [..., local columns], this rank's share of the vocabulary followed by padding, any float dtype.
+        share: which columns these are.
+
+    Returns:
+        [...] int64, ids in [0, share.vocab_size).
+    """
+    values, columns = logits[..., : share.columns].float().max(dim=-1)
+    return likeliest_of_ranks(values, columns + share.start, share)
+
+
+def likeliest_of_ranks(values: Tensor, ids: Tensor, share: VocabularyShare) -> Tensor:
+    """The likeliest token of the whole vocabulary, from that of each rank.
+
+    Args:
+        values: [...] the largest logit of this rank's columns.
+        ids: [...] whose it is.
+        share: which columns these are.
+
+    Returns:
+        [...] int64, the same on every rank.
+    """
+    candidates = share.exchange(torch.stack([values.double(), ids.double()]))  # [t, 2, ...]
+    best = candidates[:, 0].argmax(dim=0, keepdim=True)
+    return candidates[:, 1].gather(0, best).squeeze(0).long()
+
+
+# ---- the loss of an output layer
 
 
 @dataclass(frozen=True, kw_only=True)
