@@ -35,7 +35,7 @@ def run(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor |
 
 def run_light(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor | None) -> Tensor:
     """layer(x, *others), which keeps for backward not x but what it was made from."""
-    with computed_again(x, partial(*made)):
+    with computed_again(x, partial(made[0], *made[1:])):
         return layer(x, *others)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -85,10 +86,10 @@ def exchange(layer: nn.Module, blocks: Blocks, kinds: Mapping[type[nn.Module], t
         if plain is None:
             continue
         # The methods of a subclass come first.
-        kind = kinds[plain]
-        module.__class__ = kind if type(module) is plain else type(kind.__name__, (type(module), kind), {})
-        module.blocks = blocks
+        kind, exchanged = kinds[plain], cast(Any, module)
+        exchanged.__class__ = kind if type(module) is plain else type(kind.__name__, (type(module), kind), {})
+        exchanged.blocks = blocks
         if isinstance(module, GroupedLinear):
-            module.blocks = replace(blocks, group=module.group, sequence_parallel=False, everywhere=True)
+            exchanged.blocks = replace(blocks, group=module.group, sequence_parallel=False, everywhere=True)
         if isinstance(module, VocabParallelEmbedding):
             module.weight.takes_rows = False

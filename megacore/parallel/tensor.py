@@ -176,7 +176,7 @@ class RowParallelLinear(ShardedModule):
         way = _Copied if alone else _Scattered if self.sequence_parallel else _Summed
         x = input_saved(x) if saved else x
         (summed,) = _ParallelLinear.apply(layers, way(self.group), x, self.weight, self.bias)
-        return summed  # type: ignore[no-any-return]
+        return summed
 
 
 def column_parallel(
