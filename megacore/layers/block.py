@@ -50,7 +50,7 @@ class MLP(nn.Module):
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h, inner, bias = config.hidden_size, config.inner_size, config.mlp_bias
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.activation = config.activation
         if config.gated:
             self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
@@ -69,8 +69,8 @@ class MLP(nn.Module):
             assert self.up.bias is not None
             up = self.up(x, with_bias=False)
             return self.run(self.down, ops.bias_gelu(up, self.up.bias), (ops.bias_gelu, up, self.up.bias))
-        up = self.up(x)
-        return self.run(self.down, self.activation(up), (self.activation, up))
+        activate, up = ACTIVATION_FUNCTIONS[self.activation], self.up(x)
+        return self.run(self.down, activate(up), (activate, up))
 
 
 class GatedMLP(MLP):
@@ -88,8 +88,8 @@ class GatedMLP(MLP):
         both = joined_columns_parallel(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
         if both is not None:
             return self.run(self.down, ops.swiglu_of_halves(both), (ops.swiglu_of_halves, both))
-        gate, up = columns_parallel(x, [self.gate, self.up])
-        return self.run(self.down, self.activation(gate, up), (self.activation, gate, up))
+        activate, (gate, up) = ACTIVATION_FUNCTIONS[self.activation], columns_parallel(x, [self.gate, self.up])
+        return self.run(self.down, activate(gate, up), (activate, gate, up))
 
 
 def build_mlp(config: ResolvedModel, context: BuildContext) -> MLP:

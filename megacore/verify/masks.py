@@ -66,17 +66,17 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterato
             return forward(dropout, x[:, order])[:, order.argsort()]
 
     def of_heads(
-        attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None,
-        alibi: ops.Alibi | None, dropout: float, *, shard: int,
+        attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
+        alibi: ops.Alibi | None, shard: int,
     ) -> Tensor:  # fmt: skip
-        if not dropout:
-            return attended(attention, query, key, value, documents, alibi, dropout, shard=shard)
+        if not (attention.dropout and attention.training):
+            return attended(attention, query, key, value, documents, alibi=alibi, shard=shard)
         held = min(tp, key.shape[1])  # parts of the keys: of fewer heads than ranks, several ranks read one
         mixed = []
         for rank, queries in enumerate(query.chunk(tp, 1)):
             keys, values = (x.chunk(held, 1)[rank * held // tp] for x in (key, value))
             bias = None if alibi is None else ops.Alibi(alibi.slopes.chunk(tp)[rank])
-            mixed.append(attended(attention, queries, keys, values, documents, bias, dropout, shard=rank))
+            mixed.append(attended(attention, queries, keys, values, documents, alibi=bias, shard=rank))
         return torch.cat(mixed, 1)
 
     with patch.object(Dropout, "forward", of_parts), patch.object(Attention, "_attended", of_heads):
