@@ -1,14 +1,7 @@
 """The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
 
-1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
-2. build: split over the layer group as it is made;
-3. initialise: by global name, so that every layout starts from the same bits;
-4. compile: the forward of blocks runs as compiled code, and so does their backward;
-5. recompute: wrap the blocks that keep only their input; and those whose activations are kept in host memory, or
-   divided over the layer group;
-6. data parallel: move the parameters with their values into buckets, in the precision of training, and divide them by
-   ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
-7. tied parameters: their copies take the value of the first use.
+A stage is partitioned (uneven counts are balanced, nothing is dropped), and then made layer by layer, so that on ZeRO
+stage 3 no more than one layer is ever whole: see `_layers`, and the data parallelism that takes each layer from it.
 """
 
 from __future__ import annotations
@@ -130,28 +123,35 @@ def _layers(
         offload: takes the activations of blocks to host memory; None: they stay.
     """
     is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
+    training = config.training
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = recomputed_blocks(chunk.specs, config)
-    divided = recomputed if config.training.distribute_saved_activations else []
+    kept = blocks if offload is not None else recomputed if training.distribute_saved_activations else []
+    # Built: split over the layer group as it is made.
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
+        # Initialised: by global name, so that every layout starts from the same bits.
         if is_new:
             task.initialize(new.values())
             task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
+        # Exchanged before compiling, which captures what the layers compute.
         make_reproducible(layer, task.blocks)
-        if config.training.compile and index in blocks:
+        if training.compile and index in blocks:
             compile_layer(
                 layer,
-                backend=config.training.compile_backend,
+                backend=training.compile_backend,
                 fixed_shapes=chunk.specs[index].block is not None,
-                split_backward=config.training.reproducible or config.parallel.may_split_backward,
+                split_backward=training.reproducible or config.parallel.may_split_backward,
             )
+        # Recomputation runs the compiled layer again; what is kept in host memory, or divided over the layer group, is
+        # then the layer's input only.
         if index in recomputed:
             chunk.layers[index] = Recomputed(layer, task.streams)
-        if index in (blocks if offload is not None else divided):
-            group = mesh.layer if index in divided else ALONE
+        if index in kept:
+            group = mesh.layer if training.distribute_saved_activations and index in recomputed else ALONE
             chunk.layers[index] = Kept(chunk.layers[index], offload, group=group, is_first=index == blocks[0])
+        # Sharded last, by who takes it: its values move into buckets in the precision of training.
         yield chunk.layers[index]
 
 
