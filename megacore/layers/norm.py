@@ -180,6 +180,7 @@ def _parameters_of(norm: LayerNorm) -> tuple[Tensor | None, Tensor | None]:
 
 
 def of_group(parameter: Tensor | None, group: Group) -> Tensor | None:
+    """A parameter of a norm, whose gradient is summed over the group."""
     return parameter if parameter is None or group.size == 1 else copy_to_group(parameter, group)
 
 
