@@ -24,8 +24,8 @@ from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
 from megacore.ops import cross_entropy
-from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.host_memory import AvailableMemory
+from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.plan import fit
