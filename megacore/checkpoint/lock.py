@@ -11,6 +11,7 @@ import stat
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from megacore.errors import UserError
 from megacore.files import take_lock
@@ -82,11 +83,9 @@ class WriterLock:
         os.fsync(descriptor)  # for the other nodes of a network file system
 
     def _holder(self) -> str:
-        try:
-            said = read_json(self.path, _MOST_BYTES)
-            return f"pid {int(said['pid'])} on {said['host']!s:.64}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "it does not say which"
+        said = _said(self.path.parent)
+        known = isinstance(said.get("pid"), int) and "host" in said
+        return f"pid {said['pid']} on {said['host']!s:.64}" if known else "it does not say which"
 
     def release(self) -> None:
         """Let others write there."""
@@ -102,10 +101,9 @@ def lock_again(output_dir: Path) -> WriterLock | None:
         UserError: another process writes there now.
         OSError: the directory cannot be written.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = read_json(output_dir / LOCK_NAME, _MOST_BYTES)
-        if (said["pid"], said["host"]) == (os.getpid(), socket.gethostname()):
-            return None
+    said = _said(output_dir)
+    if (said.get("pid"), said.get("host")) == (os.getpid(), socket.gethostname()):
+        return None
     return WriterLock(output_dir)
 
 
@@ -119,12 +117,18 @@ def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
     """
     deadline = time.monotonic() + patience
     while True:
-        try:
+        with contextlib.suppress(OSError):
             os.listdir(output_dir)  # asks a network file system anew
-            if read_json(output_dir / LOCK_NAME, _MOST_BYTES)["token"] == token:
-                return True
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        if _said(output_dir).get("token") == token:
+            return True
         if time.monotonic() >= deadline:
             return False
         time.sleep(min(0.2, patience))
+
+
+def _said(output_dir: Path) -> dict[str, Any]:
+    """What a directory's lock says of its holder; nothing where there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        said = read_json(output_dir / LOCK_NAME, _MOST_BYTES)
+        return said if isinstance(said, dict) else {}
+    return {}

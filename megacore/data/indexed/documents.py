@@ -56,7 +56,11 @@ def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
         if not line or line.isspace():
             continue
         try:
-            values = _json_values(line, keys)
+            record, values = json_record(line), list[str]()
+            for key in keys:
+                if key not in record:
+                    raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
+                values.append(require_text(record[key], f"key {key!r}", escaped=b"\\u" in line))
         except ValueError as error:
             parsed.bad.append(BadLine(chunk.source, number, str(error)))
             continue
@@ -88,17 +92,6 @@ def json_record(line: bytes, column: Callable[[int], int] = lambda number: numbe
     return record
 
 
-def _json_values(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The values of the keys in one JSON line; ValueError says what is wrong with it."""
-    record = json_record(line)
-    values = []
-    for key in keys:
-        if key not in record:
-            raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
-        values.append(require_text(record[key], f"key {key!r}", escaped=b"\\u" in line))
-    return values
-
-
 def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
     """A value of a JSON line that must be text.
 
@@ -112,8 +105,11 @@ def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
     """
     if not isinstance(value, str):
         raise ValueError(f"{name} holds {type(value).__name__}, not text")
-    if escaped and not _encodable(value):
-        raise ValueError(f"{name} holds half a surrogate pair, which is no character")
+    try:
+        if escaped:
+            value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds half a surrogate pair, which is no character") from None
     return value
 
 
@@ -151,14 +147,6 @@ def _parse_blocks(chunk: Chunk) -> Parsed:
 def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
     """What is wrong with a line, of which `before` bytes come before those that were decoded."""
     return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at column {before + error.start + 1})"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def rendered_lines(chunk: Chunk, template: Template) -> tuple[list[list[Passage]], list[BadLine]]:

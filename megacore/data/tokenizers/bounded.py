@@ -76,7 +76,9 @@ def _serve(function: Callable[..., Any], connection: Connection, parents: Connec
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it for both
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _limit_memory()
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as status:  # Linux has it
+        held = int(status.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             values = connection.recv()
@@ -97,9 +99,3 @@ def _answer(function: Callable[..., Any], values: tuple[Any, ...]) -> memoryview
     if len(answer) > _MOST_BYTES:
         return ForkingPickler.dumps((LimitExceeded, f"writes {len(answer):,} bytes, more than {_MOST_BYTES:,}"))
     return answer
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as status:  # Linux has it
-        held = int(status.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
