@@ -1,4 +1,4 @@
-"""What the host does for an operator and for a block, forward and backward, in microseconds; without a GPU.
+"""What the host does for a block, forward and backward, in microseconds; without a GPU.
 
     python benchmarks/host_time.py
 
@@ -6,11 +6,7 @@ On a GPU small operators take less time than the host needs to launch them. That
 arguments, autograd, torch's dispatch and Triton's launcher up to the driver, which is replaced, so that no kernel is
 compiled or runs. Torch's own operators compute on the CPU, with tensors so small that computing hardly counts.
 
-The first table has one operator that doubles its input: a chain of them, divided by their number, so that neither
-kernels nor autograd's engine hide what it costs to be an operator. It is called as training calls operators (`eager`),
-as fake tensors and torch.compile see them (`custom_op`), and as a plain `torch.autograd.Function`.
-
-The second table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
+Blocks are timed as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
 from straight code: the kernels and products themselves, each in the simplest autograd function, without modules,
 checks or a choice of layouts. No framework in Python that launches them in eager mode takes less. The third side is the
 same block in plain torch.nn, which has separate operators for what a kernel of megacore does in one launch. The times
@@ -26,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +36,6 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.operators import SHAPES, Launches, model_of
@@ -50,43 +45,30 @@ from megacore.kernels import dropout, gelu, norm, rotary, swiglu
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.ops import dispatch
-from megacore.ops.dispatch import Node, Operator
+from megacore.ops.dispatch import Node
 from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from tools.generated_pages import table
+from tools.kernel_report import Target
 
-ROWS, WIDTH, BLOCKS, CHAIN = 4, 64, 4, 8
+ROWS, WIDTH, BLOCKS = 4, 64, 4
 GROUPS = {"Llama": {"num_query_groups": 2}}
 CPU = torch.device("cpu")
 HEAD = (
     *("block", "launched", "calls", "us", "us each", "bare: calls", "us", "us each", "ratio"),
     *("torch.nn: launched", "calls", "us", "us each", "ratio"),
 )
-Call = Callable[[Tensor], Any]
 
 # ---- without a GPU
 
-_TARGET, _NOWHERE = GPUTarget("cuda", 90, 32), 99  # a device for which no other code of the process keeps kernels
-
-
-class _Driver:
-    """What Triton's launcher asks of a driver."""
-
-    def get_current_target(self) -> GPUTarget:
-        return _TARGET
-
-    def get_current_device(self) -> int:
-        return _NOWHERE
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+_ARCHITECTURE = 99  # also the number of a device: one for which no other code of the process keeps kernels
 
 
 class _Compiled(SimpleNamespace):
     """A kernel that is compiled and loaded, as far as its launcher knows."""
 
-    function, packed_metadata, metadata = 0, (), SimpleNamespace(target=_TARGET)
+    function, packed_metadata, metadata = 0, (), SimpleNamespace(target=Target(_ARCHITECTURE).get_current_target())
 
     def launch_metadata(self, *_: Any) -> None:
         return None
@@ -107,73 +89,12 @@ def _compiled(kernel: Any, key: str, signature: Any, device: int, *_: Any) -> _C
 def without_driver() -> Iterator[None]:
     """Inside, operators on CPU tensors launch Triton kernels that do nothing."""
     with (
-        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
+        mock.patch.object(triton.runtime.driver, "_active", Target(_ARCHITECTURE)),
         mock.patch.object(JITFunction, "_do_compile", _compiled),
         mock.patch.object(dispatch, "why_not", _nothing),
         ops.kernels_chosen("triton"),
     ):
         yield
-
-
-@contextmanager
-def as_custom_op() -> Iterator[None]:
-    """Inside, every operator is called as torch.compile sees it."""
-    with mock.patch.object(Operator, "__call__", lambda self, *arguments: self.custom_op(*arguments)):
-        yield
-
-
-# ---- an operator
-
-
-def _double(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
-    _ = ctx.saved_tensors
-    return cast(Tensor, double(grad))  # the backward of megacore's operators is an operator too
-
-
-double = Operator("benchmark::double", _double)
-double.register_fake(torch.empty_like)
-double.register_autograd(_differentiate, setup_context=_keep_input)
-
-
-class _Double(torch.autograd.Function):
-    """The same, as the manual of torch writes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _double(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        return _double(grad)
-
-
-def in_chain(call: Call, x: Tensor, times: int) -> float:
-    """Microseconds of one of several calls, each of the result of the one before, forward and backward."""
-
-    x, grad = x.clone().requires_grad_(), torch.ones_like(x)
-    started = time.process_time()
-    for _ in range(times):
-        y = x
-        for _ in range(CHAIN):
-            y = call(y)
-        torch.autograd.backward(y, grad, inputs=[x])
-    return (time.process_time() - started) / times / CHAIN * 1e6
-
-
-def in_chain_of_custom_op(x: Tensor, times: int) -> float:
-    """The same of the operator as torch.compile sees it."""
-    with as_custom_op():
-        return in_chain(double, x, times)
 
 
 # ---- blocks
@@ -434,19 +355,14 @@ def calls(blocks: nn.Sequential, x: Tensor) -> int:
     return number // len(blocks)
 
 
-def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
-    """Of each, over rounds in which all take turns."""
-    return [min(times) for times in zip(*([time() for time in timed] for _ in range(rounds)), strict=True)]
-
-
 def row(shape: str, arguments: argparse.Namespace) -> tuple[object, ...]:
     """The figures of a block, below HEAD."""
     config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
     x = torch.zeros(1, ROWS, config.hidden_size, requires_grad=True)
     sides = [nn.Sequential(*(kind(config) for _ in range(BLOCKS))) for kind in (our_block, BareBlock, PlainBlock)]
     launched, plain = launches(sides[0], x), launches(sides[2], x)
-    timed = [partial(block_microseconds, side, x, arguments.times // 8) for side in sides]
-    ours, bare, torchs = lowest(*timed, rounds=arguments.rounds)
+    rounds = ([block_microseconds(side, x, arguments.times) for side in sides] for _ in range(arguments.rounds))
+    ours, bare, torchs = map(min, zip(*rounds, strict=True))
     called = [calls(side, x) for side in sides]
     return (
         *(shape, launched, called[0], f"{ours:.0f}", f"{ours / launched:.1f}"),
@@ -456,27 +372,16 @@ def row(shape: str, arguments: argparse.Namespace) -> tuple[object, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="how often every side is timed")
-    parser.add_argument("--times", type=int, default=200, help="calls of a round")
+    parser.add_argument("--times", type=int, default=25, help="steps of a round")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # nothing is computed with what unwritten memory holds
 
     with without_driver():
-        ways: dict[str, Call] = {
-            "eager": double,
-            "torch.autograd.Function": _Double.apply,
-            "torch's own x * 2": _double,
-        }
-        ones = torch.ones(ROWS, WIDTH)
-        chains = [partial(in_chain, way, ones, arguments.times) for way in ways.values()]
-        chains.append(partial(in_chain_of_custom_op, ones, arguments.times))
-        taken = lowest(*chains, rounds=arguments.rounds)
-        names = (*ways, "custom_op")
-        print(table(("one operator, forward + backward", "us"), zip(names, (f"{t:.1f}" for t in taken), strict=True)))
-        print(f"\n{table(HEAD, (row(shape, arguments) for shape in SHAPES))}")
+        print(table(HEAD, (row(shape, arguments) for shape in SHAPES)))
     return 0
 
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -118,7 +118,7 @@ class Compiled:
         return problems
 
 
-class _Target:
+class Target:
     """As much of a driver as compiling needs."""
 
     def __init__(self, architecture: int) -> None:
@@ -148,7 +148,7 @@ def _compiling(architecture: int, made: list[tuple[str, Any, int]]) -> Iterator[
         made.append((self.fn.__name__, kernel, _moved(kernel.asm["ttir"], tensors)))
         return kernel
 
-    triton.runtime.driver.set_active(_Target(architecture))
+    triton.runtime.driver.set_active(Target(architecture))
     JITFunction.run = compile_only
     try:
         yield
@@ -203,7 +203,7 @@ def compile_case(case: Case, architecture: int) -> list[tuple[dict[str, Any], by
 def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
     """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes."""
     chosen = [
-        _Chosen(shapes, i, architecture)
+        (i, architecture)
         for i, case in enumerate(SETS[shapes]())
         if not only or any(part in case.name for part in only)
         for architecture in architectures
@@ -211,23 +211,16 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
     # Forked: the children find the imports done. They run one thread, as this process has so far. Neighbouring cases go
     # to the same one, because many of them turn out to be the same code.
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        binaries = [binary for compiled in pool.map(_compile_numbered, chosen, chunksize=8) for binary in compiled]
+        compiled = pool.map(_compile_numbered, repeat(shapes), *zip(*chosen, strict=True), chunksize=8)
+        binaries = [binary for several in compiled for binary in several]
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
         figures |= _disassembled({cubin for of, cubin in binaries if of["architecture"] == architecture}, architecture)
     return [Compiled(**(attributes | figures[cubin])) for attributes, cubin in binaries]
 
 
-class _Chosen(NamedTuple):
-    """What a process compiles: the case of this number in a set of SETS, for an architecture."""
-
-    shapes: str
-    number: int
-    architecture: int
-
-
-def _compile_numbered(chosen: _Chosen) -> list[tuple[dict[str, Any], bytes]]:
-    return compile_case(SETS[chosen.shapes]()[chosen.number], chosen.architecture)
+def _compile_numbered(shapes: str, number: int, architecture: int) -> list[tuple[dict[str, Any], bytes]]:
+    return compile_case(SETS[shapes]()[number], architecture)
 
 
 def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, dict[str, int]]:
