@@ -19,12 +19,9 @@ from megacore.arrive.deepspeed_keys import all_keys
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.generated_pages import written_reference
+from tools.generated_pages import table, written_reference
 
-MARKERS = (
-    "<!-- keys: begin (written by tools/deepspeed_reference.py) -->",
-    "<!-- keys: end -->",
-)
+MARKERS = ("<!-- keys: begin (written by tools/deepspeed_reference.py) -->", "<!-- keys: end -->")
 _KINDS = {"sets": "{}", "idle": "no effect", "some": "only {}"}
 
 
@@ -35,14 +32,12 @@ def main(argv: Sequence[str]) -> int:
 
 def reference() -> str:
     """The keys by section, then the flags."""
-    lines = ["### Keys of the file", "", "| key | becomes |", "|---|---|"]
-    lines += (f"| `{name}` | {_cell(text)} |" for name, text in _rows())
-    lines += ["", "### Flags of Megatron-DeepSpeed", "", "| flag | becomes |", "|---|---|"]
+    keys = table(("key", "becomes"), ((f"`{name}`", text) for name, text in _rows()))
     idle = [name for name, flag in sorted(DEEPSPEED_FLAGS.items()) if flag.becomes.startswith("nothing: ")]
     others = sorted(DEEPSPEED_FLAGS.keys() - set(idle))
-    lines += (f"| `{name}` | {_cell(DEEPSPEED_FLAGS[name].becomes)} |" for name in others)
-    lines += [f"| {', '.join(f'`{name}`' for name in idle)} | no effect |"]
-    return "\n".join(lines) + "\n"
+    rows = [(f"`{name}`", DEEPSPEED_FLAGS[name].becomes) for name in others]
+    flags = table(("flag", "becomes"), [*rows, (", ".join(f"`{name}`" for name in idle), "no effect")])
+    return f"### Keys of the file\n\n{keys}\n\n### Flags of Megatron-DeepSpeed\n\n{flags}\n"
 
 
 def _rows() -> Iterator[tuple[str, str]]:
@@ -63,10 +58,6 @@ def _place(path: str) -> tuple[bool, str, bool, bool]:
 def _described(path: str) -> tuple[str, str, str]:
     key = all_keys()[path]
     return path.rpartition(".")[0], key.kind, _KINDS[key.kind].format(key.becomes)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -61,21 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)",
     )
-    source.add_argument(
-        "run",
-        nargs="?",
-        type=Path,
-        metavar="RUN",
-        help="output directory of a run with --trace",
-    )
+    source.add_argument("run", nargs="?", type=Path, metavar="RUN", help="output directory of a run with --trace")
     source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
     parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step")
     parser.add_argument(
-        "--virtual-stages",
-        type=positive,
-        metavar="V",
-        help="stages per rank; --schedule interleaved needs it",
+        "--virtual-stages", type=positive, metavar="V", help="stages per rank; --schedule interleaved needs it"
     )
     parser.add_argument(
         "--costs",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -88,65 +88,51 @@ def _parser() -> ToolParser:
     )
     add(
         "--temperature",
-        type=temperature,
+        type=_within(Range(0, 1000)),
         default=0.8,
         metavar="T",
         help="sampling temperature; 0 always takes the most likely token. Default: 0.8.",
     )
     add(
         "--top-k",
-        type=top_k,
+        type=whole(0),
         default=0,
         metavar="K",
         help="sample from the K most likely tokens; 0: from all. Default: 0.",
     )
     add(
         "--top-p",
-        type=top_p,
+        type=_within(Range(above=0, high=1)),
         default=1.0,
         metavar="P",
         help="sample from the most likely tokens whose probabilities sum to P. Default: 1.",
     )
     add(
         "--repetition-penalty",
-        type=repetition_penalty,
+        type=_within(Range(0.01, 100)),
         default=1.0,
         metavar="R",
         help="divide positive logits of tokens that the text has by R, multiply negative ones; 1: off. Default: 1.",
     )
-    add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
+    add("--seed", type=whole(0, MAX_SEED), default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
     add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
     add_program(parser)
     return parser
 
 
-def temperature(text: str) -> float:
-    """A number of at least 0; far from it every token is as likely."""
-    return _within(parse_float(text), Range(0, 1000))
+def _within(bounds: Range) -> Callable[[str], float]:
+    """A type for argparse: the numbers within bounds."""
 
+    def parsed(text: str) -> float:
+        try:
+            value = parse_float(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{error}: it must be {bounds}") from None
+        if value not in bounds:
+            raise ArgumentTypeError(f"{value} must be {bounds}")
+        return value
 
-top_k = whole(0)
-"""A whole number of at least 0, for argparse."""
-
-
-def top_p(text: str) -> float:
-    """A number above 0 and at most 1."""
-    return _within(parse_float(text), Range(above=0, high=1))
-
-
-def repetition_penalty(text: str) -> float:
-    """A number near 1; far from it the logits say nothing."""
-    return _within(parse_float(text), Range(0.01, 100))
-
-
-seed = whole(0, MAX_SEED)
-"""A whole number that a generator takes, for argparse."""
-
-
-def _within(value: float, bounds: Range) -> float:
-    if value not in bounds:
-        raise ArgumentTypeError(f"{value} must be {bounds}")
-    return value
+    return parsed
 
 
 def _text(prompt: str) -> str:

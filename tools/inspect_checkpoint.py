@@ -63,7 +63,7 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if not (path / MANIFEST_NAME).is_file():
         find_checkpoint(path)  # refuses a directory without any
         return _list(path, verify=args.verify)
-    problem = _damage(path) if args.verify else None
+    problem = whole(path, ALONE, archived=True) if args.verify else None
     if problem is not None:
         print(f"damaged: {problem}")
         return [problem]
@@ -71,11 +71,6 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if args.verify:
         print("every file has the size, the SHA-256 and the XXH3 of the manifest")
     return []
-
-
-def _damage(directory: Location) -> str | None:
-    """What is wrong with a checkpoint, every byte of which is read."""
-    return whole(directory, ALONE, archived=True)
 
 
 # ---- listing
@@ -103,7 +98,7 @@ def _list(run: Location, *, verify: bool) -> list[str]:
 
 def _problem(directory: Location, *, verify: bool) -> str | None:
     if verify:
-        return _damage(directory)
+        return whole(directory, ALONE, archived=True)  # every byte is read
     try:
         read_manifest(directory)
     except CheckpointError as error:

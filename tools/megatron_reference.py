@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megacore.config.flags import flags_by_name
 if importlib.util.find_spec("tools") is None:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.generated_pages import written_reference
+from tools.generated_pages import table, written_reference
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,28 +32,13 @@ def main(argv: Sequence[str]) -> int:
     return max(written_reference(argv, what, text, lines) for text, lines in zip(PARTS.values(), marked, strict=True))
 
 
-def translated() -> str:
-    """The flags that are translated."""
-    return _table({name: flag.becomes for name, flag in {**FOREIGN, **LISTS}.items() if not flag.is_idle}, "becomes")
-
-
-def replaced() -> str:
-    """The flags that have another name, or are not needed."""
-    return _table(REPLACED, "instead")
-
-
-def not_yet() -> str:
-    """The flags of features that megacore does not have."""
-    return _table({name: text.removeprefix("without it, ") for name, text in NOT_YET.items()}, "without it")
-
-
 def _table(words: Mapping[str, str], title: str) -> str:
     """Flags of which the same is said share a row."""
     rows: dict[str, list[str]] = {}
     for name in sorted(words, key=str.lower):
-        rows.setdefault(words[name].replace("|", r"\|"), []).append(name)
-    lines = (f"| {', '.join(_short(names))} | {text} |" for text, names in rows.items())
-    return "\n".join([f"| Megatron-LM | {title} |", "|---|---|", *lines]) + "\n"
+        rows.setdefault(words[name], []).append(name)
+    cells = ((", ".join(_short(names)), text) for text, names in rows.items())
+    return table(("Megatron-LM", title), cells) + "\n"
 
 
 def _short(names: Sequence[str]) -> Iterator[str]:
@@ -67,7 +52,15 @@ def _short(names: Sequence[str]) -> Iterator[str]:
             yield from (f"`{name}`" for name in group)
 
 
-PARTS = {"translated": translated, "replaced": replaced, "not yet": not_yet}
+PARTS: dict[str, Callable[[], str]] = {
+    "translated": lambda: _table(
+        {name: flag.becomes for name, flag in {**FOREIGN, **LISTS}.items() if not flag.is_idle}, "becomes"
+    ),
+    "replaced": lambda: _table(REPLACED, "instead"),  # have another name, or are not needed
+    "not yet": lambda: _table(
+        {name: text.removeprefix("without it, ") for name, text in NOT_YET.items()}, "without it"
+    ),
+}
 """The tables of the document, by the name in their marker lines."""
 
 

@@ -59,13 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--steps", type=positive, default=5, metavar="N", help="steps of each model. Default: 5.")
     add("--lr", type=float, default=0.01, metavar="X", help="learning rate at the base width. Default: 0.01.")
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=".svg, or .png with matplotlib. Default: none.",
-    )
+    add("-o", "--output", type=Path, metavar="FILE", help=".svg, or .png with matplotlib. Default: none.")
     return run_tool(parser, argv, _check)
 
 

@@ -101,11 +101,7 @@ def _parser() -> ToolParser:
         help="encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the "
         "same ids. auto: tiktoken for inputs of 16 MB or more, if possible. Default: auto.",
     )
-    add(
-        "--deduplicate",
-        action="store_true",
-        help="drop a document whose texts equal those of an earlier one",
-    )
+    add("--deduplicate", action="store_true", help="drop a document whose texts equal those of an earlier one")
     add("--strict", action="store_true", help="refuse the input at its first bad line")
     add(
         "--sft",

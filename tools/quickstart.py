@@ -118,10 +118,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
     sample = (str(RUN), "--prompt", PROMPT, "--temperature", "0.8", "--top-k", "40", "--seed", "1")
     return [
         Step(title="clear the run of an earlier quick start", words=("rm", "-rf", str(RUN))),
-        Step(
-            title="collect a corpus: English from docstrings",
-            words=(python, "tools/quickstart.py", "corpus"),
-        ),
+        Step(title="collect a corpus: English from docstrings", words=(python, "tools/quickstart.py", "corpus")),
         Step(title="train a tokenizer", words=(python, "tools/train_tokenizer.py", "--input", str(CORPUS), *tokenizer)),
         Step(title="tokenize", words=(python, "tools/preprocess_data.py", "--input", str(CORPUS), *dataset)),
         Step(

@@ -45,13 +45,7 @@ def vocabulary_size(text: str) -> int:
 def _parser() -> ToolParser:
     parser = ToolParser(prog="train_tokenizer.py", description="Train a tokenizer on text files.")
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl or plain text, also .gz and .zst",
-    )
+    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, also .gz and .zst")
     add(
         "--model",
         choices=get_args(TokenizerKind),
@@ -59,20 +53,10 @@ def _parser() -> ToolParser:
         help="kind of tokenizer; bpe is byte-level. Default: bpe.",
     )
     add(
-        "--vocab-size",
-        type=vocabulary_size,
-        required=True,
-        metavar="N",
-        help="largest vocabulary, with special tokens",
+        "--vocab-size", type=vocabulary_size, required=True, metavar="N", help="largest vocabulary, with special tokens"
     )
     add("--output", required=True, metavar="DIR", help="directory to write; created if it does not exist")
-    add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of the .jsonl objects. Default: text.",
-    )
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the .jsonl objects. Default: text.")
     add(
         "--text-unit",
         choices=get_args(TextUnit),
@@ -92,11 +76,7 @@ def _train(args: Namespace) -> None:
     refuse_overwriting(saved_files(args.output), args.input)
     texts = _Texts(args)
     tokenizer = train_tokenizer(
-        texts,
-        args.model,
-        args.vocab_size,
-        lowercase=args.lowercase,
-        show_progress=sys.stderr.isatty(),
+        texts, args.model, args.vocab_size, lowercase=args.lowercase, show_progress=sys.stderr.isatty()
     )
     if not args.overwrite:
         refuse_replacing(args.output, tokenizer)
