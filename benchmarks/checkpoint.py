@@ -63,11 +63,7 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
         gradients = [torch.randn_like(run.master) for run in data_parallel.runs]
         optimizer.step(data_parallel.runs, gradients, lr=3e-4, factor=torch.ones(()))
     return TrainingState(
-        step=1,
-        consumed_samples=1,
-        data_parallel=data_parallel,
-        optimizer=optimizer,
-        counters={"updates": 1},
+        step=1, consumed_samples=1, data_parallel=data_parallel, optimizer=optimizer, counters={"updates": 1}
     )
 
 

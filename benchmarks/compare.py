@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.comparison.configuration import cut  # noqa: E402
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
 from benchmarks.comparison.job import (  # noqa: E402
@@ -54,7 +55,6 @@ from benchmarks.comparison.job import (  # noqa: E402
 )
 from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
-from benchmarks.comparison.stages import cut  # noqa: E402
 from megacore.commands.tool import ToolParser, positive, run_tool, whole  # noqa: E402
 from megacore.config.messages import did_you_mean  # noqa: E402
 
@@ -217,7 +217,7 @@ class Comparison:
                 job = self._job(name, self.results.sizes, layout, stages=stages, inputs=self._inputs)
                 start = time.monotonic()
                 try:
-                    sides[name] = stack.enter_context(Side(job, python, self._log, patience=self._patience))
+                    sides[name] = stack.enter_context(closing(Side(job, python, self._log, patience=self._patience)))
                 except SideFailed as error:
                     self._miss(name, layout, error)
                 if (seconds := time.monotonic() - start) > _LONG_START:
@@ -298,7 +298,7 @@ class Comparison:
     def _peak(self, name: str, python: Path, layout: Layout, layers: int) -> int:
         sizes = dataclasses.replace(LARGEST_SIZES, layers=layers)
         job = self._job(name, sizes, layout, stages=cut(sizes, layout), inputs=(self._tokens(sizes), None))
-        with Side(job, python, self._log, patience=self._patience) as side:
+        with closing(Side(job, python, self._log, patience=self._patience)) as side:
             return side.run(2).peak
 
     def _tokens(self, sizes: Sizes) -> Path:

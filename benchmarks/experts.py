@@ -6,8 +6,8 @@
 Learning: both models have the same layers, batches and steps; a token passes through feed-forward layers of the same
 width. Tokens are bytes, by default of the reference that Python's help() shows, of which the last tenth is for
 validation. The table has the loss on it. MaxVio is the largest load of an expert over the mean, less 1, as a mean over
-layers: of each batch of the last tenth of the steps, of four batches that follow each other, and of all these batches
-together. A line below says what chance makes of it where tokens choose evenly and independently.
+layers and over the batches of the last tenth of the steps. A line below says what chance makes of it where tokens
+choose evenly and independently.
 
 Speed: forward, backward and AdamW of the same mixture on as many cores: two ranks with one thread each, with and
 without expert parallelism, and transformers' Mixtral in one process with two threads. All take turns.
@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from benchmarks.comparison.configuration import resolved_configuration
 from benchmarks.in_turn import beside, take_turns
@@ -40,6 +39,7 @@ from megacore.train.expert_balance import ExpertBalance
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tools.generated_pages import table
 
 NOTHING_BALANCES = "mixture, nothing balances"
 _BYTES = 256
@@ -72,7 +72,7 @@ def configuration(
         lr_warmup_iters=options.steps // 20,
         clip_grad=1.0,
         train_iters=options.steps,
-        eval_iters=options.eval_batches,
+        eval_iters=16,
         eval_interval=options.steps,
         device="cpu",
         **(LLAMA | variants(options)[variant] | changes),
@@ -87,7 +87,7 @@ def variants(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "moe_ffn_hidden_size": options.width,
         "moe_router_score_function": "sigmoid",
     }
-    biased = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": options.bias_rate}
+    biased = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-3}
     return {
         "dense": {},
         NOTHING_BALANCES: mixture,
@@ -103,65 +103,42 @@ def learn(options: argparse.Namespace) -> None:
         f"\n{options.steps} steps of {options.batch} x {options.seq} bytes, {options.layers} layers of "
         f"{options.hidden}; {options.experts} experts of {options.width}, of which a token uses {options.chosen}\n"
     )
-    print("| | parameters | of which active | loss at the end | validation loss | MaxVio of a batch | of 4 | of all |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
-    last = max(1, round(options.steps * _LAST))
+    rows, last = [], max(1, round(options.steps * _LAST))
     for name, fields in variants(options).items():
         if options.variant is not None and options.variant not in name:
             continue
-        losses, validation, violations = list[float](), list[float](), dict[int, list[float]]()
-        for seed in range(options.seeds):
-            with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
-                config = configuration(options, directory, variant=name, seed=seed)
-                mesh = Mesh(device=torch.device("cpu"))
-                data = Bytes(train_text, options.seq, seed=seed), Bytes(valid_text, options.seq, seed=0)
-                trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
-                loads: list[Tensor] = []  # of each step, [layers, E]
-                for step in range(options.steps):
-                    result = trainer.train_step(next(trainer.batches))
-                    if step >= options.steps - last:
-                        losses.append(float(result.loss))
-                        if (balance := trainer.train_steps.hook(ExpertBalance)) is not None:
-                            loads.append(torch.stack([*balance.loads().values()]))
-                for together in (1, min(4, last), last) if loads else ():
-                    violations.setdefault(together, []).extend(_violations(torch.stack(loads), together))
-                loss = trainer.evaluate()
-                assert loss is not None
-                validation.append(loss)
+        losses, violations = list[float](), list[float]()
+        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(None):
+            config = configuration(options, directory, variant=name, seed=0)
+            mesh = Mesh(device=torch.device("cpu"))
+            data = Bytes(train_text, options.seq, seed=0), Bytes(valid_text, options.seq, seed=0)
+            trainer = Trainer(config, mesh, GPTTask(config, mesh), *data)
+            for step in range(options.steps):
+                result = trainer.train_step(next(trainer.batches))
+                if step >= options.steps - last:
+                    losses.append(float(result.loss))
+                    if (balance := trainer.train_steps.hook(ExpertBalance)) is not None:
+                        violations += (
+                            float(load.max() / load.double().mean()) - 1.0 for load in balance.loads().values()
+                        )
+            validation = trainer.evaluate()
         total = sum(parameter.numel() for parameter in trainer.model.parameters.values())
-        idle = _idle_parameters(trainer, options) if fields else 0
-        uneven = " | ".join(f"{statistics.fmean(values):.2f}" for values in violations.values()) or " | | "
-        print(
-            f"| {name} | {total / 1e6:.2f}M | {(total - idle) / 1e6:.2f}M | {statistics.fmean(losses):.4f} | "
-            f"{statistics.fmean(validation):.4f} ({', '.join(f'{value:.4f}' for value in validation)}) | {uneven} |",
-            flush=True,
-        )
-
-    by_chance = " and ".join(f"{violation_of_chance(options, batches):.2f}" for batches in (1, 4))
-    print(f"\nMaxVio of one batch and of four whose tokens choose at random: {by_chance}")
+        of_experts = sum(p.numel() for name, p in trainer.model.parameters.items() if ".experts." in name)
+        active = total - round(of_experts * (1 - options.chosen / options.experts) if fields else 0)
+        cells = (f"{statistics.fmean(losses):.4f}", f"{validation:.4f}", f"{statistics.fmean(violations or [0.0]):.2f}")
+        rows.append((name, f"{total / 1e6:.2f}M", f"{active / 1e6:.2f}M", *cells))
+    print(table(("", "parameters", "of which active", "loss at the end", "validation loss", "MaxVio of a batch"), rows))
+    print(f"\nMaxVio of a batch whose tokens choose at random: {violation_of_chance(options):.2f}")
 
 
-def _violations(loads: Tensor, together: int) -> list[float]:
-    """MaxVio of every layer, of so many batches at a time; loads [batches, layers, E]."""
-    groups = loads.double().split(together)
-    sums = torch.stack([group.sum(0) for group in groups if len(group) == together])
-    found: list[float] = (sums.amax(-1) / sums.mean(-1) - 1.0).flatten().tolist()
-    return found
-
-
-def violation_of_chance(options: argparse.Namespace, batches: int) -> float:
+def violation_of_chance(options: argparse.Namespace) -> float:
     """The mean MaxVio of batches whose tokens choose experts evenly and independently, from many draws."""
-    draw, found, tokens = np.random.default_rng(0), [], batches * options.batch * options.seq
+    draw, found, tokens = np.random.default_rng(0), [], options.batch * options.seq
     for _ in range(_DRAWS):
         chosen = draw.random((tokens, options.experts)).argsort(axis=1)[:, : options.chosen]
         loads = np.bincount(chosen.ravel(), minlength=options.experts)
         found.append(loads.max() / loads.mean() - 1.0)
     return statistics.fmean(found)
-
-
-def _idle_parameters(trainer: Trainer, options: argparse.Namespace) -> int:
-    of_experts = (p.numel() for name, p in trainer.model.parameters.items() if ".experts." in name)
-    return round(sum(of_experts) * (1 - options.chosen / options.experts))
 
 
 # ---- speed
@@ -202,7 +179,7 @@ class _TheirMixture:
             num_local_experts=options.experts,
             num_experts_per_tok=options.chosen,
             max_position_embeddings=options.seq,
-            experts_implementation=options.implementation,
+            experts_implementation="eager",
         )
         self._model, self._options = MixtralForCausalLM(config), options
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
@@ -219,23 +196,12 @@ class _TheirMixture:
         torch.set_num_threads(1)
 
 
-def race(options: argparse.Namespace) -> None:
-    """Measure and print the speed."""
-    with tempfile.TemporaryDirectory() as directory:
-        seconds = run_distributed(train_in_turn, 2, options, directory, timeout=900)[0]
-    print(f"\nA step of {options.batch} x {options.seq} tokens, median of {options.rounds} rounds, two cores\n")
-    print(beside(seconds, "transformers, one process", options.batch * options.seq))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(parser, steps=400, rounds=7, layers=2, vocab=_BYTES, experts=8, chosen=2, width=0, seeds=1)
+    add_sizes(parser, steps=400, rounds=7, layers=2, vocab=_BYTES, experts=8, chosen=2, width=0)
     parser.set_defaults(**dict.fromkeys(_SIZES))
     parser.add_argument("--text", type=Path, help="file to learn; default: the reference of Python's help()")
-    parser.add_argument("--bias-rate", type=float, default=1e-3, help="--moe-router-bias-update-rate")
-    parser.add_argument("--eval-batches", type=int, default=16, help="batches of validation")
-    parser.add_argument("--implementation", default="eager", help="of transformers' experts: eager, grouped_mm")
     parser.add_argument("--variant", help="only the models of the table whose names contain this, such as bias")
     parser.add_argument("--only", choices=("learning", "speed"), help="one of the two")
     options = parser.parse_args(argv)
@@ -243,15 +209,18 @@ def main(argv: list[str] | None = None) -> int:
     if options.only != "speed":
         learn(_with_sizes(options, 0))
     if options.only != "learning":
-        race(_with_sizes(options, 1))
+        options = _with_sizes(options, 1)
+        with tempfile.TemporaryDirectory() as directory:
+            seconds = run_distributed(train_in_turn, 2, options, directory, timeout=900)[0]
+        print(f"\nA step of {options.batch} x {options.seq} tokens, median of {options.rounds} rounds, two cores\n")
+        print(beside(seconds, "transformers, one process", options.batch * options.seq))
     return 0
 
 
 def _with_sizes(options: argparse.Namespace, column: int) -> argparse.Namespace:
     """The options, with the default sizes of one of the two measurements."""
-    given = {name: getattr(options, name) for name in _SIZES}
-    chosen = {name: sizes[column] if given[name] is None else given[name] for name, sizes in _SIZES.items()}
-    return argparse.Namespace(**{**vars(options), **chosen})
+    defaults = {name: sizes[column] for name, sizes in _SIZES.items() if getattr(options, name) is None}
+    return argparse.Namespace(**{**vars(options), **defaults})
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         small: sizes for trying out the command.
     """
     common = ["--device", device, *(["--small"] if small else [])]
+    kernels = ["-m", "benchmarks.kernels", *common, *(["--no-compile"] if small else [])]
+    checkpoint = ["-m", "benchmarks.checkpoint", *common, *([] if small else ["--megabytes", "1500", "--rounds", "2"])]
 
     def training(shape: str, mode: str, weight: float, *, like: str | None = None) -> Part:
         arguments = ["-m", "benchmarks.gpu_check.training", "--shape", shape, "--mode", mode, *common]
@@ -67,22 +69,14 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         Part(name="tests", arguments=_pytest_arguments(small), weight=80),
         *(training(shape, "plain", weight) for shape, weight in zip(SHAPES, (45, 45, 40), strict=True)),
         training(PLAIN_ONLY, "plain", 40),
-        Part(name="kernels", arguments=["-m", "benchmarks.kernels", *common, *_no_compile(small)], weight=110),
+        Part(name="kernels", arguments=kernels, weight=110),
         training("gpt2-xl", "offload", 35, like="train gpt2-xl"),
-        Part(name="checkpoint", arguments=["-m", "benchmarks.checkpoint", *common, *_of_checkpoint(small)], weight=40),
+        Part(name="checkpoint", arguments=checkpoint, weight=40),
         *(
             training(shape, "compiled", weight, like=f"train {shape}")
             for shape, weight in zip(SHAPES, (40, 60, 50), strict=True)
         ),
     ]
-
-
-def _of_checkpoint(small: bool) -> list[str]:
-    return [] if small else ["--megabytes", "1500", "--rounds", "2"]
-
-
-def _no_compile(small: bool) -> list[str]:
-    return ["--no-compile"] if small else []
 
 
 def _pytest_arguments(small: bool) -> list[str]:

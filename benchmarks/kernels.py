@@ -272,25 +272,20 @@ def measure_all(
     """
     tasks = [(workload, name, make) for workload in workloads for name, make in _implementations(workload, device)]
     if compile_too:
-        tasks += [(workload, COMPILED, partial(_compiled, workload)) for workload in workloads if workload.compiles]
+        tasks += [
+            (one, COMPILED, partial(torch.compile, one.plain, dynamic=False)) for one in workloads if one.compiles
+        ]
     failed = 0
     for workload, name, make in tasks:
+        figure = partial(Figure, operator=workload.name, implementation=name)
         try:
             for direction, seconds, moved in _measure(workload, make(), device):
-                report(
-                    Figure(
-                        operator=workload.name,
-                        direction=direction,
-                        implementation=name,
-                        seconds=seconds,
-                        bytes=moved,
-                        share_of_copy=moved / seconds / copy,
-                    )
-                )
+                share = moved / seconds / copy
+                report(figure(direction=direction, seconds=seconds, bytes=moved, share_of_copy=share))
         except Exception as error:
             absent = name == LIGER and isinstance(error, ImportError)  # then there is nothing to measure
             failed += not absent
-            report(Figure(operator=workload.name, direction="all", implementation=name, error=one_line(error)))
+            report(figure(direction="all", error=one_line(error)))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
     return failed
@@ -302,11 +297,6 @@ def _implementations(workload: Workload, device: torch.device) -> Iterator[tuple
     yield "torch", lambda: workload.plain
     if workload.liger is not None and device.type == "cuda":
         yield LIGER, workload.liger
-
-
-def _compiled(workload: Workload) -> Function:
-    function: Function = torch.compile(workload.plain, dynamic=False)
-    return function
 
 
 def _measure(workload: Workload, function: Function, device: torch.device) -> Iterator[tuple[str, float, int]]:
@@ -322,11 +312,8 @@ def _measure(workload: Workload, function: Function, device: torch.device) -> It
         return
     results = _as_tuple(function(*inputs))
     gradients = [torch.randn_like(result) for result in results]
-    yield (
-        "backward",
-        median_seconds(partial(torch.autograd.grad, results, inputs, gradients, retain_graph=True), device),
-        backward,
-    )
+    differentiate = partial(torch.autograd.grad, results, inputs, gradients, retain_graph=True)
+    yield "backward", median_seconds(differentiate, device), backward
 
 
 def _step(function: Function, inputs: tuple[Tensor, ...]) -> None:

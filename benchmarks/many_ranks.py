@@ -129,24 +129,16 @@ def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
     """The columns of a job's row in the table."""
     ranks, count = job.ranks, len(job.ranks)
 
-    def slowest(part: str) -> str:
-        return f"{max(rank.seconds.get(part, 0.0) for rank in ranks):.1f}"
-
-    parts = ("join", "compare flags", "groups", "watch peers", "model")
     first, *others = (max(seconds) for seconds in zip(*(rank.steps for rank in ranks), strict=True))
     return {
         "ranks": f"{count} ({' x '.join(map(str, degrees))})",
         "CPU s/rank": f"{sum(rank.cpu_seconds for rank in ranks) / count:.2f}",
-        "launch, s": slowest("launch"),
-        **{part: slowest(part) for part in parts},
+        "launch, s": f"{max(rank.launch for rank in ranks):.1f}",
         "store, KB/rank": f"{sum(rank.store_bytes for rank in ranks) / count / 1e3:.1f}",
         "groups/rank": str(max(rank.groups for rank in ranks)),
         "sockets/rank": str(max(rank.sockets for rank in ranks)),
-        "threads/rank": str(max(rank.threads for rank in ranks)),
         "first step, s": f"{first:.1f}",
         "later steps, s": f"{statistics.median(others):.1f}" if others else "",
-        "save, s": slowest("save"),
-        "memory, MB (all)": f"{sum(rank.memory for rank in ranks) / 1e6:,.0f}",
         "total, s": f"{job.seconds:.0f}",
         "loss differs by": f"{worst:.1e}",
     }

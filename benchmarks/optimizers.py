@@ -24,17 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.workload import add_sizes
-from megacore.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
-from megacore.config.optimizers import OPTIMIZERS
+from benchmarks.comparison.configuration import resolved_configuration
+from benchmarks.workload import Bytes, add_sizes
+from megacore.config import AdamWConfig, ModelConfig, OptimizerConfig
+from megacore.config.fields import field_infos
 from megacore.parallel.mesh import build_mesh
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
@@ -59,6 +52,13 @@ class Way:
     ranks: int = 1  # that share the batch
 
 
+# Where the workload that benchmarks share leaves the defaults of the flags.
+_DEFAULTS = {
+    name: field.default
+    for kind in (ModelConfig, OptimizerConfig, AdamWConfig)
+    for name, field in field_infos(kind).items()
+    if name in ("hidden_dropout", "attention_dropout", "untie_embeddings_and_output_weights", "clip_grad", "adam_beta2")
+}
 WAYS: dict[str, Way] = {
     "adamw": Way(optimizer="adamw", rate=2e-3, settings={}),
     "adamw, bf16 moments": Way(optimizer="adamw", rate=2e-3, settings={"moments_dtype": "bf16"}),
@@ -72,20 +72,19 @@ WAYS: dict[str, Way] = {
 }
 
 
-class Samples:
-    """Samples of a text: bytes and those that follow them, the same position for the same number. The table of
-    docs/reference/optimizers.md is of these draws."""
+class Samples(Bytes):
+    """So many windows of a text, whose places are drawn at once: the table of docs/reference/optimizers.md is of these
+    draws."""
 
-    def __init__(self, text: NDArray[np.uint8], length: int, samples: int, seed: int) -> None:
-        self._text, self._length = text, length
+    def __init__(self, text: Text, length: int, samples: int, seed: int) -> None:
+        super().__init__(text, length, seed=seed)
         self._starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, samples)
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        window = self._text[self._starts[index] :][: self._length + 1].astype(np.int64)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
+    def _start(self, index: int) -> int:
+        return int(self._starts[index])
 
 
 def texts() -> tuple[Text, Text]:
@@ -113,12 +112,8 @@ def best_rate(way: Way, options: argparse.Namespace) -> tuple[float, list[float]
     while missing := [power for power in (best, best + 1, best - 1) if power not in runs]:
         power = missing[0]
         runs[power] = losses(way, way.rate * 2.0**power, options)
-        best = min(runs, key=lambda power: _or_infinite(runs[power][-1]))
+        best = min(runs, key=lambda power: runs[power][-1] if math.isfinite(runs[power][-1]) else math.inf)
     return way.rate * 2.0**best, runs[best]
-
-
-def _or_infinite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
 
 
 def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: argparse.Namespace) -> list[float]:
@@ -126,30 +121,24 @@ def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: a
     torch.set_num_threads(1)
     data = texts()
     with tempfile.TemporaryDirectory() as directory:
-        settings: dict[str, Any] = {way.optimizer: OPTIMIZERS[way.optimizer](**way.settings)} if way.settings else {}
-        config = Config(
-            model=ModelConfig(
-                num_layers=options.layers,
-                hidden_size=options.hidden,
-                num_attention_heads=options.heads,
-                vocab_size=256,
-            ),
-            parallel=ParallelConfig(device="cpu", dp=world_size),
-            precision=PrecisionConfig(grad_reduce_compression=way.compression),
-            data=DataConfig(mock_data=True, seq_length=options.seq),
-            optimizer=OptimizerConfig(
-                optimizer=way.optimizer, lr=rate, lr_warmup_iters=options.steps // 20, weight_decay=way.weight_decay
-            ),
-            training=TrainingConfig(
-                train_iters=options.steps,
-                micro_batch_size=options.batch // world_size,
-                global_batch_size=options.batch,
-                eval_interval=options.every,
-                eval_iters=8,
-                output_dir=directory,
-            ),
-            **settings,
-        ).resolve(world_size)
+        config = resolved_configuration(
+            options,
+            directory,
+            micro_batch=options.batch // world_size,
+            ranks=world_size,
+            dp=world_size,
+            device="cpu",
+            optimizer=way.optimizer,
+            lr=rate,
+            lr_warmup_iters=options.steps // 20,
+            weight_decay=way.weight_decay,
+            grad_reduce_compression=way.compression,
+            train_iters=options.steps,
+            eval_interval=options.every,
+            eval_iters=8,
+            **_DEFAULTS,
+            **way.settings,
+        )
         mesh = build_mesh(config.parallel)
         training = Samples(data[0], options.seq, options.steps * options.batch, 1)
         validation = Samples(data[1], options.seq, 8 * options.batch, 2)
@@ -165,7 +154,7 @@ def losses_of_rank(rank: int, world_size: int, way: Way, rate: float, options: a
 def main(argv: list[str] | None = None) -> int:
     """Train and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_sizes(parser, layers=2, hidden=64, seq=64, steps=150, every=5)
+    add_sizes(parser, layers=2, hidden=64, seq=64, vocab=256, steps=150, every=5)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="default: all; adamw always runs")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -8,16 +8,13 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from megacore.train import launch, step, trainer
 from megacore.train.trainer import Trainer
 
 _TCP_INFO_BYTES = 120  # where bytes acknowledged and bytes received follow each other in Linux's struct tcp_info
@@ -28,24 +25,20 @@ class RankCosts:
     """What a rank measured of itself.
 
     Attributes:
-        seconds: on the clock, by part of the launch, and of the checkpoint at the end.
+        launch: seconds on the clock, until the first step.
         steps: seconds of each step on the clock.
         cpu_seconds: of all threads, from its first line to the first step.
         store_bytes: to and from the job's store until then.
         groups: process groups that it is in, that of all ranks included.
         sockets: open after the last step.
-        threads: likewise.
-        memory: proportional set size after the last step, bytes: what is shared counts in parts.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    launch: float = 0.0
     steps: list[float] = field(default_factory=list)
     cpu_seconds: float = 0.0
     store_bytes: int = 0
     groups: int = 0
     sockets: int = 0
-    threads: int = 0
-    memory: int = 0
 
 
 def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
@@ -53,25 +46,12 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # which the harness sets: a run decides by itself
     costs, start, cpu = RankCosts(), time.perf_counter(), time.process_time()
 
-    @contextmanager
-    def timed(part: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        costs.seconds[part] = costs.seconds.get(part, 0.0) + time.perf_counter() - begin
-
-    def measured(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with timed(part):
-                return function(*args, **kwargs)
-
-        return call
-
     def run(self: Trainer) -> None:
-        costs.seconds["launch"] = time.perf_counter() - start
+        costs.launch = time.perf_counter() - start
         costs.cpu_seconds = time.process_time() - cpu
         costs.store_bytes, costs.groups = _store_bytes(), len(dist.distributed_c10d._world.pg_map)
         Trainer_run(self)
-        costs.sockets, costs.threads, costs.memory = len(list(_sockets())), _threads(), _proportional_memory()
+        costs.sockets = len(list(_sockets()))
 
     def train_step(self: Trainer, microbatches: Sequence[Any]) -> Any:
         begin = time.perf_counter()
@@ -80,21 +60,12 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
         return result
 
     Trainer_run, Trainer_step = Trainer.run, Trainer.train_step
-    parts = {
-        "join": (launch, "join_job"),
-        "compare flags": (launch, "refuse_different_ranks"),
-        "groups": (launch, "build_mesh"),
-        "watch peers": (launch, "PeerWatch"),
-        "memory check": (trainer, "check_memory_of_ranks"),
-        "model": (step, "parallelize"),
-        "save": (Trainer, "save"),
-    }
-    with ExitStack() as patches, open(os.devnull, "w") as nowhere:
-        patches.enter_context(mock.patch.object(Trainer, "run", run))
-        patches.enter_context(mock.patch.object(Trainer, "train_step", train_step))
-        patches.enter_context(mock.patch.object(sys, "stdout", nowhere))
-        for part, (module, name) in parts.items():
-            patches.enter_context(mock.patch.object(module, name, measured(part, getattr(module, name))))
+    with (
+        open(os.devnull, "w") as nowhere,
+        mock.patch.object(Trainer, "run", run),
+        mock.patch.object(Trainer, "train_step", train_step),
+        mock.patch.object(sys, "stdout", nowhere),
+    ):
         if status := importlib.import_module("pretrain_gpt").main(list(argv)):
             raise RuntimeError(f"rank {rank} ended with status {status}")
     return costs
@@ -123,12 +94,3 @@ def _store_bytes() -> int:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES + 16)
                 total += sum(struct.unpack_from("QQ", info, _TCP_INFO_BYTES))
     return total
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _proportional_memory() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -85,6 +85,9 @@ class Bytes(SampleDataset):
         return 1 << 30
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        start = np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length)
+        start = self._start(index)
         window = self._text[start : start + self._length + 1].astype(np.int64)
         return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
+
+    def _start(self, index: int) -> int:
+        return int(np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length))

@@ -1,11 +1,11 @@
-"""The configuration of the workload that benchmarks share; nothing here loads torch."""
+"""The configuration of the workload that benchmarks share, and its pipeline stages; nothing here loads torch."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from benchmarks.comparison.job import Sizes
+from benchmarks.comparison.job import Layout, Sizes
 from megacore.config import (
     AdamWConfig,
     Config,
@@ -17,15 +17,12 @@ from megacore.config import (
     validate,
 )
 from megacore.errors import ConfigError
+from megacore.models.outline import outline
+from megacore.pipeline.partition import stage_ranges
 
 
 def resolved_configuration(
-    sizes: Sizes | argparse.Namespace,
-    directory: str,
-    *,
-    micro_batch: int,
-    ranks: int,
-    **changes: Any,
+    sizes: Sizes | argparse.Namespace, directory: str, *, micro_batch: int, ranks: int, **changes: Any
 ) -> ResolvedConfig:
     """The workload's configuration, resolved.
 
@@ -54,12 +51,41 @@ def resolved_configuration(
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
     config = Config(
-        model=model,
-        data=data,
-        optimizer=optimizer,
-        adamw=AdamWConfig(adam_beta2=0.95),
-        training=training,
+        model=model, data=data, optimizer=optimizer, adamw=AdamWConfig(adam_beta2=0.95), training=training
     ).with_values(changes)
     if problems := validate(config, ranks):
         raise ConfigError(problems)
     return config.resolve(ranks)
+
+
+def layout_configuration(sizes: Sizes, layout: Layout, directory: str, **changes: Any) -> ResolvedConfig:
+    """The workload's configuration on a layout.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    return resolved_configuration(
+        sizes,
+        directory,
+        micro_batch=max(1, sizes.batch // (layout.dp * layout.microbatches)),
+        ranks=layout.ranks,
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        zero_stage=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+        **changes,
+    )
+
+
+def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Layers [start, stop) of every stage: where megacore cuts a model, the peers' models are cut too. torch's
+    zero-bubble schedule wants two per rank: where the model has enough blocks, it is cut for them.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    many = layout.schedule == "interleaved" or (layout.schedule == "zero-bubble" and sizes.layers >= 2 * layout.pp)
+    schedule, virtual_stages = ("interleaved", 2) if many else ("1f1b", 1)
+    config = layout_configuration(sizes, layout, ".", schedule=schedule, virtual_stages=virtual_stages)
+    return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

@@ -12,8 +12,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.comparison.job import Job
 
@@ -43,7 +42,7 @@ class Turn:
 
 
 class Side:
-    """The ranks of one framework on one layout. A context that ends them.
+    """The ranks of one framework on one layout, until `close`.
 
     Args:
         job: for every rank.
@@ -129,14 +128,6 @@ class Side:
                 process.stdin.close()
         for pipe in self._answers:
             pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def remove_stale_locks(extensions: Path) -> None:

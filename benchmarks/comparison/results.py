@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.job import NAMES, SIDES, Layout, Sizes
-from tools.generated_pages import table
+from tools.generated_pages import bring_up_to_date, table
 
 MIB = 1 << 20
 LABELS = {"megacore": "megacore", "torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core"}
@@ -243,7 +242,7 @@ def degrees(layout: Layout) -> str:
 
 
 _WIDTH = 120  # of the page's lines
-_BEGIN, _END = "<!-- written by benchmarks/compare.py: begin -->", "<!-- end -->"
+_MARKERS = ("<!-- written by benchmarks/compare.py: begin -->", "<!-- end -->")
 
 
 def replace_section(page: Path, text: str) -> None:
@@ -252,8 +251,4 @@ def replace_section(page: Path, text: str) -> None:
     Raises:
         ValueError: the page has no markers.
     """
-    whole = page.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.DOTALL)
-    if not pattern.search(whole):
-        raise ValueError(f"{page} has no section between {_BEGIN} and {_END}")
-    page.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{text}\n{_END}", whole), encoding="utf-8")
+    bring_up_to_date(page, text, _MARKERS, writes=True)

@@ -9,6 +9,16 @@ from typing import Any
 from benchmarks.gpu_check.records import Record
 from tools.generated_pages import table
 
+# Columns of the table of training runs: title, key of the record, format.
+_OF_TRAINING = (
+    ("micro batch", "micro_batch", ""),
+    ("s", "seq_length", ""),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("TFLOP/s", "tflops_full", ".1f"),
+    ("MFU", "mfu_full", ".1%"),
+    ("MFU, causal", "mfu_causal", ".1%"),
+    ("s a step", "step_seconds", ".4f"),
+)
 _KERNEL_COLUMNS = ("megacore", "torch", "torch.compile", "liger")
 
 
@@ -66,15 +76,10 @@ def _parts(report: dict[str, Any]) -> str:
     bad = [part for part in report["parts"] if part["status"] != "done"]
     if not bad:
         return f"All {len(report['parts'])} parts are done."
-    rows = [
-        (
-            part["name"],
-            part["status"],
-            f"{part['seconds']:.0f} of {part['limit_seconds']:.0f} s",
-            str(len(part["records"])),
-        )
+    rows = (
+        (part["name"], part["status"], f"{part['seconds']:.0f} of {part['limit_seconds']:.0f} s", len(part["records"]))
         for part in bad
-    ]
+    )
     return "Not done:\n\n" + table(("part", "status", "time", "records kept"), rows)
 
 
@@ -97,18 +102,10 @@ def _training(runs: list[Record], synchronisations: list[Record]) -> str:
     if not runs:
         return ""
     waits = {(one["shape"], one["mode"]): one["per_step"] for one in synchronisations}
-    head = ("shape", "mode", "micro batch", "s", "tokens/s", "TFLOP/s", "MFU", "MFU, causal", "s a step", "host waits")
+    head = ("shape", "mode", *(name for name, _, _ in _OF_TRAINING), "host waits")
     rows = [
         (
-            run["shape"],
-            run["mode"],
-            str(run["micro_batch"]),
-            str(run["seq_length"]),
-            _number(run["tokens_per_second"]),
-            _number(run["tflops_full"], ".1f"),
-            _number(run["mfu_full"], ".1%"),
-            _number(run["mfu_causal"], ".1%"),
-            _number(run["step_seconds"], ".4f"),
+            *(run["shape"], run["mode"], *(_number(run[key], form) for _, key, form in _OF_TRAINING)),
             _number(waits.get((run["shape"], run["mode"]))),
         )
         for run in runs
@@ -124,25 +121,15 @@ def _memory(runs: list[Record]) -> str:
     if not runs:
         return ""
     kinds = list(runs[0]["state_bytes_counted"])
-    head = (
-        "shape",
-        "mode",
-        *(f"{kind}, counted / planned" for kind in kinds),
-        "peak GiB, measured / estimated",
-        "KiB a token beyond state",
-    )
+    head = [f"{kind}, counted / planned" for kind in kinds]
+    head = ["shape", "mode", *head, "peak GiB, measured / estimated", "KiB a token beyond state"]
     rows = []
     for run in runs:
         counted, predicted = run["state_bytes_counted"], run["state_bytes_predicted"]
         pairs = [f"{counted[kind] / 2**20:,.1f} / {predicted[kind] / 2**20:,.1f}" for kind in kinds]
+        pairs.append(f"{run['peak_bytes'] / 2**30:.2f} / {run['peak_bytes_predicted'] / 2**30:.2f}")
         beyond = run["beyond_state_bytes_per_token"]
-        rows.append(
-            (
-                run["shape"], run["mode"], *pairs,
-                f"{run['peak_bytes'] / 2**30:.2f} / {run['peak_bytes_predicted'] / 2**30:.2f}",
-                _number(None if beyond is None else beyond / 1024, ",.1f"),
-            )
-        )  # fmt: skip
+        rows.append((run["shape"], run["mode"], *pairs, _number(None if beyond is None else beyond / 1024, ",.1f")))
     text = "State in MiB. docs/guides/memory.md says how peaks are estimated."
     return f"### Memory\n\n{text}\n\n{table(head, rows)}"
 

@@ -15,18 +15,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from benchmarks.gpu_check.device import host_synchronisations, open_device, total_memory
+from benchmarks.gpu_check.device import heaviest, host_synchronisations, open_device, total_memory
 from benchmarks.gpu_check.fitting import largest_fitting
-from benchmarks.gpu_check.profiling import heaviest
 from benchmarks.gpu_check.records import Records, one_line, part_parser, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
 from megacore.config import Config, ResolvedConfig
@@ -159,14 +159,13 @@ class Run:
 
 def find_micro_batch(run: Run, records: Records) -> int:
     """The largest micro batch that fits; each try is recorded."""
+    note = partial(records.add, shape=run.shape, mode=run.mode)
 
     def attempt(micro_batch: int) -> int | None:
         start = time.perf_counter()
         peak = run.peak_bytes(micro_batch)
-        seconds = time.perf_counter() - start
-        records.add(
-            "fit", shape=run.shape, mode=run.mode, micro_batch=micro_batch, peak_bytes=peak, seconds=round(seconds, 2)
-        )
+        seconds = round(time.perf_counter() - start, 2)
+        note("fit", micro_batch=micro_batch, peak_bytes=peak, seconds=seconds)
         return peak
 
     at_most = _LARGEST_SMALL if run.small else _LARGEST_MICRO_BATCH
@@ -182,19 +181,16 @@ def measure(run: Run, micro_batch: int, records: Records) -> None:
             step()
         seconds = step_seconds(step, run.device, most=_LEAST_STEPS if run.small else _STEPS)
         synchronize(run.device)
-        records.add(
+        note = partial(records.add, shape=run.shape, mode=run.mode)
+        note(
             "training",
-            shape=run.shape,
-            mode=run.mode,
             micro_batch=micro_batch,
             **speed(trainer.config, micro_batch, statistics.median(seconds), run.device),
             seconds_of_each_step=[round(one, 5) for one in seconds],
             **memory(trainer),
         )
-        records.add(
-            "synchronisations", shape=run.shape, mode=run.mode, per_step=host_synchronisations(step, run.device)
-        )
-        records.add("profile", shape=run.shape, mode=run.mode, **heaviest(step, run.device))
+        note("synchronisations", per_step=host_synchronisations(step, run.device))
+        note("profile", **heaviest(step, run.device))
 
 
 def step_seconds(step: Callable[[], object], device: torch.device, *, most: int) -> list[float]:
@@ -259,8 +255,9 @@ def causal_flops(config: ResolvedConfig) -> float:
 def memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes of the state and of the peak, by formula and as measured."""
     counted = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
-    peak, on_device = peak_memory_bytes(trainer.mesh.device), _without_host(counted, trainer)
-    config, on_cpu = trainer.config, trainer.mesh.device.type == "cpu"
+    config, on_cpu, peak = trainer.config, trainer.mesh.device.type == "cpu", peak_memory_bytes(trainer.mesh.device)
+    in_host_memory = ("optimizer", "buffers") if config.parallel.offload_optimizer else ()
+    on_device = sum(size for kind, size in counted.items() if kind not in in_host_memory)
     (rank,) = plan_memory(config, trainer.task.layers, on_cpu=on_cpu)
     tokens = config.training.global_batch_size * config.data.seq_length
     return {
@@ -271,12 +268,6 @@ def memory(trainer: Trainer) -> dict[str, Any]:
         # On a CPU the peak is the whole process's, and says nothing about activations.
         "beyond_state_bytes_per_token": None if on_cpu else (peak - on_device) / tokens,
     }
-
-
-def _without_host(counted: Mapping[str, int], trainer: Trainer) -> int:
-    """Bytes on the device: an offloaded optimizer's state and its buffers lie in host memory."""
-    offloads = trainer.config.parallel.offload_optimizer
-    return sum(size for kind, size in counted.items() if not (offloads and kind in ("optimizer", "buffers")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -290,13 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.small:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(
-            shape=options.shape,
-            mode=options.mode,
-            device=open_device(options.device),
-            directory=Path(folder),
-            small=options.small,
-        )
+        device = open_device(options.device)
+        run = Run(shape=options.shape, mode=options.mode, device=device, directory=Path(folder), small=options.small)
         micro_batch = _earlier(options.like, options.shape) or find_micro_batch(run, records)
         while micro_batch:
             try:

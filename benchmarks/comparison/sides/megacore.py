@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.comparison.configuration import resolved_configuration
+from benchmarks.comparison.configuration import layout_configuration
 from benchmarks.comparison.job import Job, Layout, Step
 from benchmarks.workload import megacore_step, megacore_trainer
 from megacore.config import ResolvedConfig
@@ -61,20 +61,9 @@ def name(layout: Layout) -> str:
 def resolved(job: Job) -> ResolvedConfig:
     """The configuration of a job."""
     layout = job.layout
-    config = resolved_configuration(
-        job.sizes,
-        str(job.directory),
-        micro_batch=job.micro_batch,
-        ranks=layout.ranks,
-        tp=layout.tp,
-        pp=layout.pp,
-        dp=layout.dp,
-        zero_stage=layout.zero,
-        sequence_parallel=layout.sequence_parallel,
-        schedule="auto" if layout.schedule == "default" else layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        device="cpu",
-    )
+    schedule = "auto" if layout.schedule == "default" else layout.schedule
+    more = {"virtual_stages": layout.virtual_stages, "device": "cpu"}
+    config = layout_configuration(job.sizes, layout, str(job.directory), schedule=schedule, **more)
     if not is_open(config):
         return config
     schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)

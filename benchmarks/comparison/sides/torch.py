@@ -143,12 +143,7 @@ def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Opti
         return adamw(model, job)
     groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
     settings: dict[str, Any] = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "fused": True}
-    return ZeroRedundancyOptimizer(
-        groups,
-        torch.optim.AdamW,
-        process_group=mesh["dp"].get_group(),
-        **settings,
-    )
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, process_group=mesh["dp"].get_group(), **settings)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
