@@ -480,16 +480,12 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
         if form is None:
             near = did_you_mean(name, _FORMATS)
             problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}{near}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_peak(value):
+        elif not _is_number(value) or not LEAST_TFLOPS <= value <= MOST_TFLOPS:
             bounds = f"from {number(LEAST_TFLOPS)} to {MOST_TFLOPS:,.0f}"
             problems.append(f"{path}: peak_tflops.{name} = {_shown(value)} must be a number {bounds}")
         else:
             peaks[form] = value * 1e12
     return peaks
-
-
-def _is_peak(tflops: float) -> bool:
-    return LEAST_TFLOPS <= tflops <= MOST_TFLOPS
 
 
 def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:

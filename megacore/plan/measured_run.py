@@ -191,7 +191,7 @@ def _steps(path: Path, problems: list[str]) -> Steps | None:
         return None
     problems += damages
     times = [(line, row[_TIME]) for line, row in rows if _TIME in row]
-    wrong = [(line, value) for line, value in times if not _is_time(value)]
+    wrong = [(line, value) for line, value in times if not _is_number(value, _LEAST_SECONDS, _MOST_SECONDS)]
     if wrong:
         (line, value), others = wrong[0], f" ({counted(len(wrong), 'such line')})" if len(wrong) > 1 else ""
         bounds = f"a number of seconds from {number(_LEAST_SECONDS)} to {_MOST_SECONDS:,.0f}"
@@ -247,10 +247,6 @@ def _object(text: bytes) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
-
-
-def _is_time(value: object) -> bool:
-    return _is_number(value, _LEAST_SECONDS, _MOST_SECONDS)
 
 
 def _is_number(value: object, low: float, high: float) -> bool:

@@ -122,11 +122,6 @@ def held_by_layer(chunks: Sequence[Sequence[ModelLayer]]) -> list[list[int]]:
     return [[held(layer) for layer in chunk] for chunk in chunks]
 
 
-def _largest_layer(layers: Iterable[ModelLayer]) -> int:
-    """Parameters that a rank holds of its largest layer."""
-    return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
-
-
 def building_bytes(
     config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[ModelLayer], *, moments: float
 ) -> float:
@@ -144,7 +139,10 @@ def building_bytes(
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
         master = state["optimizer"] - held_errors(config, state) - moments
     divides = replicas > 1 and config.parallel.zero_stage == 3
-    whole = 4.0 * _largest_layer(layers) if divides or config.parallel.offload_params else 0.0
+    whole = 0.0
+    if divides or config.parallel.offload_params:
+        held = (layer.parameters if layer.held is None else layer.held for layer in layers)
+        whole = 4.0 * max(held, default=0)
     if config.parallel.offload_params:
         return whole + held_errors(config, state)
     return state["params"] + master + whole + held_errors(config, state)

@@ -251,7 +251,10 @@ def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) 
         return _gathered_context_traffic(config, layer, again=again)
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
-    keys, stride = _gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
+    stride = ranks_of_role("layer", config.parallel)
+    # Numbers in the keys and values of a microbatch's sequences.
+    width = layer.block.head_size * max(layer.block.query_groups / stride, 1)
+    keys = 2.0 * config.training.micro_batch_size * config.data.seq_length * width
 
     def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
         return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
@@ -277,12 +280,6 @@ def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) 
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
     return LayerTraffic(passing, returning, repeated)
-
-
-def _gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
-    """Numbers in the keys and values of a microbatch's sequences, which ranks that divide them gather in a block."""
-    width = block.head_size * max(block.query_groups / ranks_of_role("layer", config.parallel), 1)
-    return 2.0 * config.training.micro_batch_size * config.data.seq_length * width
 
 
 def _gathered_context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
@@ -344,12 +341,6 @@ def _sums_again(layer: ModelLayer, leaving: int) -> int:
     be one of experts."""
     ends_in_experts = layer.block is not None and layer.block.experts is not None
     return leaving if ends_in_experts and leaving == 1 else max(leaving - 1, 0)
-
-
-def beside_message(config: ResolvedConfig) -> Sent:
-    """What travels with the activations: the document number of each position, or its position in the document."""
-    size = 8.0 * config.training.micro_batch_size * config.data.seq_length
-    return _pipeline_message(config, "documents", size)
 
 
 def recomputed_whole(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> list[bool]:
@@ -474,8 +465,11 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
             transfers.append(_from_rank(stage_message(config), (rank - 1) % parallel.pp, count=m))
         if number < len(stages) - 1 and parallel.pp > 1:
             transfers.append(_from_rank(stage_message(config), rank, count=m))
+            # With the activations: the document number of each position, or its position in the document.
             if beside := len(config.beside_hidden_states):
-                transfers.append(_from_rank(beside_message(config), rank, count=m * beside))
+                size = 8.0 * config.training.micro_batch_size * config.data.seq_length
+                message = _pipeline_message(config, "documents", size)
+                transfers.append(_from_rank(message, rank, count=m * beside))
     on_rank = stages[rank :: parallel.pp]
     held_here, routed = held_parameters(layers, on_rank), held_experts(config, layers, on_rank)
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former

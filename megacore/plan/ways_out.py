@@ -107,7 +107,9 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 fitting.append(change)
-                tight = "" if limits.hold_the_most(demand, ranks=change.config.parallel.ranks) else _tight(demand)
+                tight = f" (tight: up to {size_text(MOST_MEMORY * demand.computing)})"
+                if limits.hold_the_most(demand, ranks=change.config.parallel.ranks):
+                    tight = ""
                 flags = change.with_its_batch().flags
                 ways.append(WayOut(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
                 if note == _SMALLER_MODEL:
@@ -155,10 +157,6 @@ def _contains(change: ChangedRun, way: ChangedRun) -> bool:
     if 0 < values.get("micro_batch_size", 0) < micro:
         values["micro_batch_size"] = micro
     return way.values.items() <= values.items()
-
-
-def _tight(demand: Demand) -> str:
-    return f" (tight: up to {size_text(MOST_MEMORY * demand.computing)})"
 
 
 def _is_valid(change: ChangedRun, limits: Limits) -> bool:

@@ -389,11 +389,6 @@ def _aligned(matrix: Matrix) -> int:
     return -(-matrix.size // _ALIGNMENT) * _ALIGNMENT
 
 
-def joins_up_and_gate(block: ResolvedModel, *, on_cpu: bool) -> bool:
-    """Whether one product gives the gradients of up and gate of a block's MLP."""
-    return block.activation == "swiglu" and not block.mlp_bias and not on_cpu
-
-
 @once_per("layers")
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
@@ -431,7 +426,8 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     if share is not None:
         inner, mlp = share.experts.moe_shared_expert_size or 0, "mlp.shared"
     into = ["up", "gate"] if block.gated else ["up"]
-    joins = joins_up_and_gate(block, on_cpu=on_cpu)
+    # One product gives the gradients of up and gate.
+    joins = block.activation == "swiglu" and not block.mlp_bias and not on_cpu
 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
         local = (held // math.prod(shape[1:]), *shape[1:])  # as many rows; no optimizer has factors of slices
