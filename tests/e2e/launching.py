@@ -163,11 +163,17 @@ def alone(
 ) -> subprocess.CompletedProcess[str]:
     """Run pretrain_gpt.py, or another program, in one process; `timeout` is in seconds of a quiet machine."""
     if cold:
-        command = [sys.executable, str(program), *map(str, flags)]
-        return subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=patience(timeout), check=False
-        )
+        return run_cold(sys.executable, program, *flags, timeout=timeout)
     return run_warm(program, *flags, timeout=timeout)
+
+
+def run_cold(
+    *command: object, timeout: float = 60.0, directory: Path | None = None, **variables: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a new interpreter; `timeout` is in seconds of a quiet machine."""
+    changed = environment() | {name: str(value) for name, value in variables.items()}
+    words, limit = [str(word) for word in command], patience(timeout)
+    return subprocess.run(words, cwd=directory, env=changed, capture_output=True, text=True, timeout=limit, check=False)
 
 
 def run_warm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -20,20 +21,11 @@ from tests.patience import patience
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py")
-SMALL: Mapping[str, str] = {
-    "--num-layers": "16",
-    "--hidden-size": "64",
-    "--ffn-hidden-size": "128",
-    "--num-attention-heads": "8",
-    "--kv-channels": "8",
-    "--num-query-groups": "2",
-    "--seq-length": "32",
-    "--max-position-embeddings": "32",
-    "--train-iters": "2",
-    "--lr-decay-iters": "2",
-    "--lr-warmup-iters": "1",
-    "--vocab-size": "512",
-}
+_SIZES = """
+--num-layers 16 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --kv-channels 8 --num-query-groups 2
+--seq-length 32 --max-position-embeddings 32 --train-iters 2 --lr-decay-iters 2 --lr-warmup-iters 1 --vocab-size 512
+"""
+SMALL: Mapping[str, str] = dict(re.findall(r"(--\S+) (\S+)", _SIZES))
 """The sizes that every command line gets instead of its own."""
 _STUB = """#!{python}
 import json, sys

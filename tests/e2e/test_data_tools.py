@@ -22,7 +22,7 @@ import pytest
 from megacore.data.indexed import corpus
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.watch.processes import born, is_busy, state_of
-from tests.e2e.launching import ROOT, environment
+from tests.e2e.launching import ROOT, run_cold
 from tests.patience import patience, until
 from tests.unit import data_bytes
 from tools.merge_datasets import main as merge_datasets
@@ -176,8 +176,8 @@ def test_a_file_that_grows_too_large_is_named_with_the_way_out(tmp_path: Path) -
     source = tmp_path / "in"
     data_bytes.write(source, [[list(range(1000))]] * 30)
     words = flags(input=source, output_prefix=tmp_path / "o")
-    command = [sys.executable, "-c", LIMITED, "20000", str(ROOT / "tools" / "merge_datasets.py"), *words]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patience(60), check=False)
+    merge = ROOT / "tools" / "merge_datasets.py"
+    run = run_cold(sys.executable, "-c", LIMITED, 20000, merge, *words)
     assert run.returncode == 1
     assert run.stderr.rstrip().splitlines()[-1] == (
         f"merge_datasets.py: error: {tmp_path}/o.bin.partial: File too large; raise the largest "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.browser import CHROMIUM, dom_and_complaints
-from tests.patience import patience
+from tests.e2e.launching import run_cold
 from tests.unit.packaging_builds import ROOT, copy_of_tree
 
 NEEDED = ("mkdocs", "material", "mkdocstrings")
@@ -57,8 +56,7 @@ OPENED = (
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, which `make docs` builds without a warning."""
     tree = copy_of_tree(tmp_path_factory.mktemp("docs") / "tree")
-    command = [sys.executable, "tools/build_docs.py"]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=patience(120), check=False)
+    done = run_cold(sys.executable, "tools/build_docs.py", directory=tree, timeout=120, PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     assert not re.search(r"WARNING|ERROR", done.stderr), done.stderr
     return tree / "build" / "site"

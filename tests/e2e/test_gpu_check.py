@@ -50,14 +50,6 @@ def test_some_parts_on_the_cpu(tmp_path: Path) -> None:
     assert "| swiglu 16 x 64 | forward |" in said
 
 
-@pytest.mark.slow  # tests/unit/test_gpu_check.py has its two halves: what fails, and what does not start then
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
-    status, said, report = check(tmp_path, "--only", "kernels")
-    assert status == 2
-    assert [part["status"] for part in report["parts"]] == ["failed", "not started"]
-    assert "--device cuda" in (tmp_path / "gpu-report.log").read_text(), said
-
-
 def check_records(report: dict[str, Any]) -> None:
     """The figures of all parts are there and fit together."""
     for record in (record for part in report["parts"] for record in part["records"]):

@@ -20,24 +20,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launching import ROOT, TORCHRUN, environment, records_of, run_warm
-from tests.patience import patience
+from tests.e2e.launching import ROOT, TORCHRUN, records_of, run_cold, run_warm
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 BLOCK = re.compile(r"^(<!-- runnable -->\n|<!-- runnable: page -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Numbers that decide only how long a command takes; a test's corpus is small, too.
-SMALLER = {
-    "--vocab-size": "400",
-    "--train-iters": "4",
-    "--lr-warmup-iters": "1",
-    "--eval-interval": "2",
-    "--eval-iters": "1",
-    "--hidden-size": "48",
-    "--num-layers": "2",
-    "--seq-length": "32",
-}
+SIZES = """
+--vocab-size 400 --train-iters 4 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --hidden-size 48 --num-layers 2
+--seq-length 32
+"""
+SMALLER = dict(re.findall(r"(--\S+) (\S+)", SIZES))
 # What the commands make, rather than find.
 MADE = ("quickstart/", "output/", "models/", "OUTPUT_DIR/", "data/", ".venv/", "dist/")
 
@@ -84,10 +78,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def through_bash(script: str, checkout: Path) -> None:
     """Run a block as a reader does."""
-    command = ["bash", "-euo", "pipefail", "-c", script]
-    done = subprocess.run(
-        command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=patience(300), check=False
-    )
+    done = run_cold("bash", "-euo", "pipefail", "-c", script, directory=checkout, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

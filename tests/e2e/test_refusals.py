@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,8 +26,7 @@ from megacore.checkpoint.manifest import sealed
 from megacore.commands.pretrain_gpt import read_config
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from megacore.errors import ConfigError
-from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, only_starts, small_run, under_torchrun
-from tests.patience import patience
+from tests.e2e.launching import PROGRAM, alone, needs_proc, only_starts, run_cold, small_run, under_torchrun
 from tests.unit import data_bytes
 
 # Runs a program with the flags that follow, and fails where it imports torch.
@@ -220,14 +218,7 @@ COLD: dict[str, tuple[Break, str]] = {
 @pytest.mark.parametrize(("breaking", "expected"), COLD.values(), ids=COLD)
 def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking: Break, expected: str) -> None:
     flags = run_with(inputs, breaking)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(PROGRAM), *flags],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=patience(LIMIT),
-        check=False,
-    )
+    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, PROGRAM, *flags, timeout=LIMIT)
     check_message(done.stderr, expected)
     assert done.returncode == 2 and only_starts(done.stdout)
 

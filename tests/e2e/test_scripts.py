@@ -18,8 +18,7 @@ from megacore.data.tokenizers.training import train_tokenizer
 from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
-from tests.e2e.launching import PROGRAM, ROOT, alone, run_warm
-from tests.patience import patience
+from tests.e2e.launching import PROGRAM, ROOT, alone, run_cold, run_warm
 from tests.unit import data_bytes
 
 SCRIPTS = sorted(path.name for path in rehearsal.SCRIPTS.glob("*.sh"))
@@ -93,8 +92,8 @@ def test_a_script_of_many_nodes_is_rehearsed_unedited_without_its_files(
     absent = [f"/nowhere/{name}" for name in ("board", "vocab.json", "merges", "data", "tokenizer", "v", "d")]
     # Beside the first argument some write the file for DeepSpeed.
     started = ["bash", str(rehearsal.SCRIPTS / script), str(tmp_path / "save"), *absent]
-    command = [sys.executable, "tools/rehearse.py", "--processes", processes, *started]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(300), check=False)
+    command = (sys.executable, "tools/rehearse.py", "--processes", processes, *started)
+    done = run_cold(*command, directory=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "not on this machine: " in done.stdout and "step 4/4" in done.stdout
     assert re.search(r"rehearsed: pretrain_\w+\.py accepts the whole command line on \d+ process", done.stdout)

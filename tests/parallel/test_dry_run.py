@@ -29,12 +29,7 @@ from tests.unit.planning import numbers_without_unit
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
 LLAMA: Changes = {"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope"}
-SCHEDULES: dict[str, Changes] = {
-    "gpipe": {},
-    "1f1b": {},
-    "interleaved": {"virtual_stages": 2},
-    "zero-bubble": {},
-}
+SCHEDULES: dict[str, Changes] = {"gpipe": {}, "1f1b": {}, "interleaved": {"virtual_stages": 2}, "zero-bubble": {}}
 RECOMPUTED: Sequence[Changes] = (LLAMA, {"recompute": "light"}, {"recompute": "full"}, {})
 
 

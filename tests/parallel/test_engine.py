@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacore.config import (
-    AdamWConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    WatchConfig,
-)
+from megacore.config import AdamWConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, WatchConfig
 from megacore.errors import ConfigError, UserError
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext

@@ -1,5 +1,6 @@
 """The engine has what the trainer has: recomputation, offload, checkpoints of any layout, and tensor parallelism for
-layers that are split. Its 16-bit formats are in test_deepspeed_engine.py."""
+layers that are split; stages hand on what is not real, and replicas may use different parameters. Its 16-bit formats
+are in test_deepspeed_engine.py."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
-from megacore.errors import CheckpointError, ConfigError
+from megacore.config import OptimizerConfig, ParallelConfig, SGDConfig, WatchConfig
+from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import RankFailed, run_distributed
-from tests.parallel.test_engine import UNIFORM, batch, engine_of
+from tests.parallel.test_engine import UNIFORM, batch, engine_of, linear
 from tests.patience import scaled_minutes, until
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.1)
@@ -173,14 +174,8 @@ class Halts(nn.Module):
 
 
 def hang(rank: int, world_size: int, output_dir: str, minutes: float) -> None:
-    engine = PipelineEngine(
-        [Layer("in", nn.Linear, 4, 4), Layer("halts", Halts)],
-        loss=F.mse_loss,
-        train_iters=10,
-        parallel=ParallelConfig(pp=2, dp=2, device="cpu"),
-        output_dir=output_dir,
-        watch=WatchConfig(hang_timeout_minutes=minutes),
-    )
+    watch, layers = WatchConfig(hang_timeout_minutes=minutes), [Layer("in", nn.Linear, 4, 4), Layer("halts", Halts)]
+    engine = engine_of(layers, 2, 2, num_microbatches=1, output_dir=output_dir, watch=watch)
     time.sleep(1.3 * 60.0 * minutes)  # in its own code a program takes as long as it likes
     while True:
         engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 4)))
@@ -196,3 +191,190 @@ def test_a_rank_that_hangs_in_the_engine_is_named_and_ends_all(tmp_path: Path) -
     assert (verdict["kind"], verdict["ranks"], verdict["is_certain"]) == ("holds up", [2], True)
     assert [rank["phase"] for rank in report["ranks"]][2] == "FORWARD"
     assert "in forward" in report["ranks"][2]["stack"]
+
+
+# ---- what stages of any model may hand to each other; layers that no gradient passes or that are checkpointed
+
+
+class Codes(nn.Module):
+    """Whole numbers out: no gradient comes back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() * 2).long().clamp(0, 9)
+
+
+class Spectrum(nn.Module):
+    """Complex numbers out, of which the next stage takes the conjugates' real and imaginary parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+class Parts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.conj().real + x.conj().imag
+
+
+def between_stages() -> list[list[Layer]]:
+    """Models whose stages hand each other what is not real, on three stages of layers of their own."""
+    embedding = Layer("b", lambda: nn.Sequential(nn.Embedding(10, 6), nn.Flatten(), nn.Linear(36, 6)))
+    return [[Layer("a", Codes), embedding, linear("c")], [linear("a"), Layer("b", Spectrum), Layer("c", Parts)]]
+
+
+def train_between(rank: int, world_size: int, schedules: list[str]) -> list[list[float]]:
+    found = []
+    for layers in between_stages():
+        for schedule in schedules:
+            engine = engine_of(layers, world_size, parallel=UNIFORM | {"schedule": schedule})
+            found.append([engine.train_batch(engine.split(*batch(step))).item() for step in range(3)])
+            found[-1] += [float(engine.grad_norm), engine.evaluate(engine.split(*batch(3)))]
+    return found
+
+
+def test_stages_may_hand_on_what_is_not_real() -> None:
+    """Integers, behind which no gradient travels, and complex numbers, whose gradients are complex."""
+    expected = train_between(0, 1, ["1f1b", "1f1b"])
+    for found, one in zip(run_distributed(train_between, 3, ["1f1b", "zero-bubble"])[0], expected, strict=True):
+        assert found == pytest.approx(one, rel=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """Two linear layers that keep only their input."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return result
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def train_one_step(rank: int, world_size: int, layers: list[Layer], schedule: str = "1f1b") -> tuple[Any, ...]:
+    engine = engine_of(layers, world_size, parallel=UNIFORM | {"schedule": schedule})
+    before = engine.state_dict()
+    loss = engine.train_batch(engine.split(*batch(0))).item()
+    return loss, before, engine.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # when the layers are tried
+def test_checkpointed_layers_are_split_or_refused() -> None:
+    layers = [linear("a"), Layer("b", Checkpointed, False), linear("c")]
+    split, whole = (train_one_step(0, 1, layers, schedule) for schedule in ("zero-bubble", "1f1b"))
+    assert split[0] == whole[0]
+    for name, weight in whole[2].items():
+        torch.testing.assert_close(split[2][name], weight, rtol=1e-5, atol=1e-6)
+    layers = [linear("a"), Layer("b", Checkpointed, True), linear("c")]
+    assert train_one_step(0, 1, layers)[0] == whole[0]
+    with pytest.raises(UserError, match="use_reentrant=True, whose backward cannot be split"):
+        train_one_step(0, 1, layers, "zero-bubble")
+
+
+def test_what_a_later_stage_detaches_has_a_gradient_of_zero() -> None:
+    """As the manual says: weight decay alone moves it, and on one stage nothing does."""
+    layers = [linear("a"), Layer("b", Detach), linear("c")]
+    alone, cut = train_one_step(0, 1, layers), run_distributed(train_one_step, 3, layers)[0]
+    assert cut[0] == pytest.approx(alone[0], rel=1e-6)
+    assert torch.equal(alone[2]["a.weight"], alone[1]["a.weight"])
+    decayed = alone[1]["a.weight"] * (1 - 1e-2 * OptimizerConfig().weight_decay)
+    torch.testing.assert_close(cut[2]["a.weight"], decayed, rtol=1e-6, atol=0)
+    assert torch.equal(cut[2]["a.bias"], alone[2]["a.bias"])
+    for name in ("c.weight", "c.bias"):
+        torch.testing.assert_close(cut[2][name], alone[2][name], rtol=1e-6, atol=1e-8)
+
+
+# ---- replicas that use different parameters in the same microbatch: experts, and layers that are left out
+
+
+STEPS, SAMPLES = 4, 16
+
+
+class Choose(nn.Module):
+    """Another expert for each sign of the last column, which passes through, behind a layer for one sign only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.positive = nn.Linear(width, width)
+        self.negative = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, sign = x[:, :-1], x[:, -1:]
+        positive = bool(sign[0] > 0)
+        h = h + self.before(h) if positive else h
+        return torch.cat([self.positive(h) if positive else self.negative(h), sign], 1)
+
+
+class Skip(nn.Module):
+    """A residual layer that microbatches of one sign leave out."""
+
+    def __init__(self, width: int, sign: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1] + self.inner(x[:, :-1]), x[:, -1:]], 1) if x[0, -1] * self.sign > 0 else x
+
+
+class First(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(x), x[:, :1]], 1)
+
+
+class Last(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, :-1])
+
+
+def train_chosen(width: int, dp: int = 1, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
+    layers = [
+        Layer("first", First, width),
+        Layer("choose", Choose, width),
+        Layer("skip", Skip, width, 1),
+        Layer("other", Skip, width, -1),
+        Layer("last", Last, width),
+    ]
+    # Plain SGD: an error of a gradient is an error of a weight, in proportion.
+    optimizer = OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0)
+    plain = SGDConfig(sgd_momentum=0.0)
+    engine = engine_of(layers, dp=dp, parallel=parallel, optimizer=optimizer, optimizer_settings=plain)
+    losses = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(SAMPLES, 6, generator=draw) for _ in range(2))
+        # Microbatches take turns at the replicas: of each two one is positive, and in odd steps all are.
+        signs = torch.tensor([1.0, 1.0 if step % 2 else -1.0]).repeat(2).repeat_interleave(SAMPLES // 4)
+        x[:, 0] = x[:, 0].abs() * signs
+        losses.append(engine.train_batch(engine.split(x, y)).item())
+    return losses, engine.state_dict()
+
+
+def train_all(rank: int, world_size: int, width: int, cases: list[dict[str, Any]]) -> list[Any]:
+    return [train_chosen(width, dp=world_size, **case) for case in cases]
+
+
+@pytest.mark.parametrize(("width", "bucket_size_mb"), [(8, 1e-6), pytest.param(64, 25.0, marks=pytest.mark.slow)])
+def test_replicas_may_use_different_parameters(width: int, bucket_size_mb: float) -> None:
+    """Buckets of one parameter, of which several are of one size; and of a quarter of the model."""
+    expected, weights = train_chosen(width)
+    cases = [{"zero_stage": stage, "bucket_size_mb": bucket_size_mb} for stage in range(4)]
+    for found in run_distributed(train_all, 2, width, cases, stay=True):
+        for case, (losses, state) in zip(cases, found, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), case
+            wrong = {name for name, weight in weights.items() if (state[name] - weight).abs().max() > 1e-6}
+            assert not wrong, case

@@ -23,15 +23,9 @@ def losses_of_two_steps(rank: int, world_size: int, device: str = "cpu") -> Loss
     """By attention and recomputation; building the trainer, reading and training change no state of the generator."""
     found: Losses = {}
     for attention, recompute in itertools.product(get_args(Attention), ("none", "selective", "full")):
-        changes = {
-            "device": device,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.2,
-            "attention": attention,
-            "recompute": recompute,
-        }
+        changes = {"device": device, "hidden_dropout": 0.1, "attention_dropout": 0.2, "attention": attention}
         with tempfile.TemporaryDirectory() as directory:
-            config = make_config((1, 1, 1), directory, **changes)
+            config = make_config((1, 1, 1), directory, recompute=recompute, **changes)
             before = torch.manual_seed(len(found)).get_state()
             trainer = make_trainer(config, build_mesh(config.parallel))
             found[attention, recompute] = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(2)]

@@ -129,7 +129,7 @@ def random_cases(ranks: int, number: int) -> list[Any]:
     ("ranks", "number"), [(4, 8), *(pytest.param(ranks, 40, marks=pytest.mark.slow) for ranks in (2, 3, 4, 5))]
 )
 def test_no_case_hangs_or_miscounts(ranks: int, number: int) -> None:
-    run_distributed(run_cases, ranks, random_cases(ranks, number), timeout=300)
+    run_distributed(run_cases, ranks, random_cases(ranks, number), timeout=300, stay=True)
 
 
 def test_a_loss_of_another_shape_is_refused() -> None:

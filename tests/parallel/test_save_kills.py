@@ -1,28 +1,40 @@
 """A process killed at any point of a save costs nothing that was published, in a directory or at a URL: the next run
-continues from a checkpoint that verifies, never an older one than the last published, and leaves no rubbish behind.
+continues from a checkpoint that verifies, never an older one than the last published, and leaves no rubbish behind. Nor
+do exceptions and full disks.
 
 The harness kills the other ranks as soon as one is dead, as a launcher does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megacore.checkpoint import save as save_module
 from megacore.checkpoint import storage
 from megacore.checkpoint.choose import choose_checkpoint, whole
 from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.save import CheckpointSaver
+from megacore.checkpoint.state import TrainingState
+from megacore.checkpoint.storage import LocalRun
+from megacore.errors import StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.remote import RemotePath
 from megacore.train.trainer import Trainer
 from tests.distributed import RankFailed, run_distributed
-from tests.parity.runs import make_config, make_trainer
+from tests.parallel.test_stopping import Calling
+from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
 
 LAYOUT = (1, 2, 2)
 OF_EVERY_RANK = ("staged", "shard opened", "shard half written", "shard written", "shard synced")
@@ -104,3 +116,133 @@ def test_a_save_that_is_cut_off_costs_nothing_published(
         run_distributed(die_in_a_save, 4, str(tmp_path), victim, point, async_save, at_url)
     assert (tmp_path / "killed").exists()
     assert_goes_on(tmp_path, at_least=2 if (tmp_path / "published").exists() else 1, at_url=at_url)
+
+
+# ---- an exception in a part of a save, whatever its type, fails the save on all ranks alike and hangs none
+
+
+# Part of a save: what it calls, and on which of the ranks 0 and 1 that raises.
+PARTS: dict[str, tuple[Any, str, int]] = {
+    "make the directory": (LocalRun, "begin", 0),
+    "prepare optimizer state": (TrainingState, "_optimizer_shard", 1),
+    "allocate a gathered bucket": (torch.Tensor, "new_empty", 0),
+    "copy a tensor": (CheckpointSaver, "_kept", 1),
+    "write a shard": (save_module, "write_tensors", 1),
+    "publish": (save_module, "_merged", 0),
+    "start a thread": (threading.Thread, "start", 1),
+    "retire": (CheckpointSaver, "_retire", 0),
+}
+
+
+def fail(*_: object, **__: object) -> Any:
+    raise TypeError("raised by the test")
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def save_with_each_part_failing(
+    rank: int, world_size: int, directory: str, is_last: bool, options: dict[str, Any]
+) -> dict[str, str | None]:
+    """What saves raised on this rank, by the part that failed on one rank; then a save succeeds."""
+    config = make_config((1, 1, 2), directory, train_iters=20, keep_last=2, zero_stage=1, **options)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    raised: dict[str, str | None] = {}
+    for part, (owner, name, victim) in PARTS.items():
+        trainer.train_step(next(trainer.batches))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == victim:
+                patch.setattr(owner, name, no_thread if owner is threading.Thread else fail)
+            try:
+                trainer.saving.save(trainer.state(), is_last=is_last)
+                raised[part] = None
+            except StorageError as error:
+                raised[part] = str(error)
+    trainer.train_step(next(trainer.batches))
+    trainer.saving.save(trainer.state(), is_last=True)
+    return raised
+
+
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_exception_on_one_rank_fails_the_save_on_all(tmp_path: Path, async_save: bool) -> None:
+    told = run_distributed(save_with_each_part_failing, 2, str(tmp_path), True, {"async_save": async_save})
+    assert told[0] == told[1]
+    for part, raised in told[0].items():
+        if part == "retire":
+            assert raised is None  # the checkpoint was published before
+        else:
+            assert raised is not None, part
+            assert "the checkpoint cannot be written" in raised
+            why = "can't start new thread" if part == "start a thread" else "TypeError: raised by the test"
+            assert f"{why} (test_save_kills.py, line " in raised
+    assert [step_of(path) for path in published(tmp_path)] == [len(PARTS) + 1, len(PARTS)]
+    assert all(whole(path, ALONE) is None for path in published(tmp_path))
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_warns_trains_on_after_any_exception(tmp_path: Path) -> None:
+    told = run_distributed(save_with_each_part_failing, 2, str(tmp_path), False, {"on_save_error": "warn"})
+    assert told == [dict.fromkeys(PARTS)] * 2
+    assert step_of(published(tmp_path)[0]) == len(PARTS) + 1
+
+
+# ---- a file system that is filled to its last byte: the run trains on, and leaves no rest
+
+
+STEPS, FULL, FREE = 34, 8, 28  # the disk is full in the steps from FULL on, and before FREE
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB: room for a few checkpoints."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", str(place)]
+    with contextlib.suppress(FileNotFoundError):
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            yield place
+            subprocess.run(["umount", "--lazy", str(place)], check=True)  # a run that failed holds files open
+            return
+    pytest.skip("needs the right to mount a tmpfs: run as root")
+
+
+def filling(disk: Path, **options: Any) -> Trainer:
+    """A run on whose disk there is no room for some steps."""
+
+    def fill() -> None:
+        trainer.saving.finish()  # a save in the background would delete the checkpoint before it, which makes room
+        with contextlib.suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
+            for size in (1 << 16, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+
+    samples = Calling(RaggedData(BATCH * STEPS), (FULL - 1) * BATCH, fill)
+    samples = Calling(samples, (FREE - 1) * BATCH, (disk / "fill").unlink)
+    sizes = {"train_iters": STEPS, "save_interval": 2, "keep_last": 1, "log_interval": 1, **options}
+    config = make_config((1, 1, 1), disk / "run", **sizes)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")), samples)
+    return trainer
+
+
+def logged(disk: Path) -> list[int]:
+    """The steps in the metrics; every line must be whole."""
+    return [json.loads(line)["step"] for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_warns_trains_on(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filling(disk, async_save=True, on_save_error="warn").run()
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl: No space left on device") == 1
+    assert said.count("warning: the checkpoint cannot be written") >= 2
+    lacking = int(said.split("metrics.jsonl lacks ")[1].split()[0])
+    assert 0 < lacking <= FREE - FULL
+    steps = logged(disk)
+    assert len(steps) == STEPS - lacking
+    assert steps[:3] == [1, 2, 3]
+    assert steps[-5:] == list(range(STEPS - 4, STEPS + 1))
+    assert step_of(published(disk / "run")[0]) == STEPS
+    assert all(whole(path, ALONE) is None for path in published(disk / "run"))
+    assert not list((disk / "run").glob("*.tmp-*"))

@@ -87,13 +87,8 @@ def test_a_checkpoint_has_the_shape_of_its_model(
 
 # ---- a batch-size ramp
 
-RAMP: dict[str, Any] = {
-    "rampup_batch_size": ("4", "4", "24"),
-    "global_batch_size": 16,
-    "train_iters": 7,
-    "lr_warmup_iters": 2,
-    "num_layers": 3,
-}
+RAMP: dict[str, Any] = {"rampup_batch_size": ("4", "4", "24"), "global_batch_size": 16, "train_iters": 7}
+RAMP |= {"lr_warmup_iters": 2, "num_layers": 3}
 SIZES = [4, 4, 8, 12, 16, 16, 16]
 
 

@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,13 +29,13 @@ from megacore.checkpoint import storage
 from megacore.checkpoint.choose import choose_checkpoint, whole
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.files import FileEntry
-from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
 from megacore.errors import CheckpointError, DataError, StorageError, TrainingDiverged, TrainingStopped
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.remote import Location
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tests.parallel.test_reshard import stored
 from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
 from tests.patience import patience
 
@@ -55,14 +57,6 @@ class Calling:
         if number == self.at:
             self.call()
         return self.samples[number]
-
-
-def stored(directory: Path, kind: str = "model") -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint."""
-    manifest = read_manifest(directory)
-    reader = Reader(directory, manifest)
-    table = manifest.tensors[kind]
-    return {name: reader.read(kind, name, tuple((0, n) for n in entry.shape)) for name, entry in table.items()}
 
 
 def losses_of(directory: Path) -> list[tuple[int, float, float]]:
@@ -97,8 +91,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("victim", "options"),
-    [pytest.param(0, {}, marks=pytest.mark.slow), (3, {"async_save": True, "save_interval": 1})],
+    ("victim", "options"), [pytest.param(0, {}, marks=pytest.mark.slow), (3, {"async_save": True, "save_interval": 1})]
 )
 def test_a_signal_to_one_rank_ends_all_at_the_same_step_saved(
     tmp_path: Path, uninterrupted: Path, victim: int, options: dict[str, Any]
@@ -111,7 +104,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step_saved(
     assert run_distributed(signalled, 4, str(tmp_path / "a"), -1, {"load": str(newest), **options}) == [6] * 4
     assert losses_of(tmp_path / "a") == losses_of(uninterrupted)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        resumed, straight = (stored(published(run)[0], kind) for run in (tmp_path / "a", uninterrupted))
+        resumed, straight = (stored(published(run)[0])[kind] for run in (tmp_path / "a", uninterrupted))
         assert resumed.keys() == straight.keys()
         assert all(torch.equal(resumed[name], value) for name, value in straight.items())
 
@@ -164,7 +157,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
             for kind, spec, tensor, _ in entries:
                 tensor.copy_(expected[kind, spec.name])
         for kind in ("model", "exp_avg", "exp_avg_sq"):
-            found = stored(tmp_path / f"step_{number:08d}", kind)
+            found = stored(tmp_path / f"step_{number:08d}")[kind]
             assert found.keys() == {name for k, name in expected if k == kind}
             assert all(torch.equal(value, expected[kind, name]) for name, value in found.items())
 
@@ -176,15 +169,9 @@ def full_disk(rank: int, world_size: int, directory: str, options: dict[str, Any
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def shrink() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-
-    def grow() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
     samples: Any = RaggedData(BATCH * 6)
-    if rank == 1:
-        samples = Calling(Calling(samples, 2 * BATCH + 2, shrink), 4 * BATCH + 2, grow)
+    for at, limit in ((2, (100, limits[1])), (4, limits)) if rank == 1 else ():
+        samples = Calling(samples, at * BATCH + 2, partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit))
     trainer = make_trainer(config, mesh, samples)
     start, ended = time.monotonic(), None
     try:
@@ -214,10 +201,8 @@ def test_a_full_disk_stops_all_ranks_or_none_as_the_run_is_set(tmp_path: Path, a
 
 
 def test_the_last_save_is_never_only_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "there")
-
-    monkeypatch.setattr(save_module, "write_tensors", fail)
+    error = OSError(28, "No space left on device", "there")
+    monkeypatch.setattr(save_module, "write_tensors", Mock(side_effect=error))
     for async_save in (False, True):
         trainer = one_process(tmp_path, train_iters=2, save_interval=1, on_save_error="warn", async_save=async_save)
         with pytest.raises(StorageError, match="there: No space left on device"):
@@ -228,10 +213,7 @@ def test_the_last_save_is_never_only_warned_about(tmp_path: Path, monkeypatch: p
 def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(122, "Disk quota exceeded", "latest")
-
-    monkeypatch.setattr(storage.os, "replace", fail)
+    monkeypatch.setattr(storage.os, "replace", Mock(side_effect=OSError(122, "Disk quota exceeded", "latest")))
     trainer = one_process(tmp_path, train_iters=2, save_interval=1, keep_last=1)
     trainer.run()
     assert "warning: latest: Disk quota exceeded; the checkpoint itself is whole" in capsys.readouterr().out
@@ -298,19 +280,9 @@ SLOW_STREAKS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout, bad, options, ending, continued, said",
-    [*STREAKS, *(pytest.param(*streak, marks=pytest.mark.slow) for streak in SLOW_STREAKS)],
-)
-def test_what_goes_on_after_skipped_steps_is_sound(
-    layout: tuple[int, int, int],
-    bad: range,
-    options: dict[str, Any],
-    ending: str,
-    continued: str | None,
-    said: str,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("streak", [*STREAKS, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_STREAKS)])
+def test_what_goes_on_after_skipped_steps_is_sound(streak: Any, tmp_path: Path) -> None:
+    layout, bad, options, ending, continued, said = streak
     ranks, arguments = math.prod(layout), (layout, str(tmp_path), bad, options)
     results = run_distributed(in_a_streak, ranks, *arguments) if ranks > 1 else [in_a_streak(0, 1, *arguments)]
     for ended, taken, _ in results:
@@ -407,11 +379,9 @@ def test_what_cannot_be_marked_is_told_beside_what_is(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer, replace = one_process(tmp_path, train_iters=9, max_bad_steps=2), os.replace
-    for _ in range(2):
+    for _ in range(3):
         trainer.train_step(next(trainer.batches))
         trainer.save()
-    trainer.train_step(next(trainer.batches))
-    trainer.save()
     trainer.saving.save_again(trainer.state())
 
     def fail(source: Path, target: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,13 +98,8 @@ def cross_entropy_is_cross_entropy(group: Group, vocab: int, options: CrossEntro
     loss.backward(weights)
 
     full.requires_grad_()
-    expected = F.cross_entropy(
-        full.flatten(0, 1),
-        targets.flatten(),
-        reduction="none",
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-    ).view(7, 3)
+    smoothing: dict[str, Any] = {"ignore_index": options.ignore_index, "label_smoothing": options.label_smoothing}
+    expected = F.cross_entropy(full.flatten(0, 1), targets.flatten(), reduction="none", **smoothing).view(7, 3)
     if options.z_loss:
         log_z = full.logsumexp(-1)
         expected = expected + (options.z_loss * log_z.square()).masked_fill(targets == options.ignore_index, 0.0)

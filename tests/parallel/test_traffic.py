@@ -6,7 +6,9 @@ both sides. All sizes are multiples of what ZeRO's buckets are padded to.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,77 +120,13 @@ def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) 
     return found
 
 
-EXPERTS = "num_experts=8 activation=swiglu disable_bias_linear=True"
-BALANCED = "num_experts=64 activation=swiglu disable_bias_linear=True moe_aux_loss_coeff=0.01"
-ONE_NORM = "parallel_residual=True shared_parallel_norm=True"
-CASES = [
-    "tp2 recompute=full",
-    "tp2 sp",
-    "cp2 reproducible=True mb4",
-    "pp2 interleaved virtual2 num_layers=4",
-    "dp2 z1 precision=bf16 grad_reduce_dtype=bf16",
-    "dp2 z3",
-    f"dp2 ep2 {EXPERTS}",
-    f"tp2 sp ep2 etp1 recompute=full {EXPERTS}",
-    # With a number of matrices that the ranks share evenly, as all with Muon.
-    "dp2 z1 optimizer=muon",
-]
-MORE = [
-    "tp2 parallel_residual=True",
-    "tp2 reproducible=True precision=bf16",
-    "pp2 reset_attention_mask=True reset_position_ids=True",
-    "pp2 untie_embeddings_and_output_weights=True",
-    "dp2",
-    "dp2 z2 ema_decay=0.9 moments_dtype=bf16",
-    f"dp2 ep2 z3 recompute=full {BALANCED}",
-    f"tp2 moe_shared_expert_size=64 moe_shared_expert_gate=True moe_first_dense_layers=1 {EXPERTS}",
-    f"tp2 reproducible=True {EXPERTS}",
-    f"cp2 mb4 {EXPERTS}",
-    "dp2 optimizer=muon precision=bf16",
-    f"dp2 ep2 optimizer=muon {EXPERTS}",
-    "tp2 optimizer=muon",
-    "tp2 sp parallel_residual=True recompute=full",
-    f"tp2 reproducible=True {ONE_NORM}",
-    f"cp2 reproducible=True mb4 recompute=full {ONE_NORM}",
-    "tp2 sp norm_placement=both normalization=RMSNorm activation=geglu",
-    "tp2 sp reproducible=True precision=bf16 recompute=full",
-    f"dp2 ep2 reproducible=True {EXPERTS}",
-    f"cp2 reproducible=True mb4 recompute=full {EXPERTS}",
-    f"cp2 cp_comm=ring ep2 {BALANCED}",
-    "pp2 reproducible=True",
-    "pp2 zb",
-    f"dp2 optimizer=muon {EXPERTS}",
-]
-FOUR = [
-    "tp2 pp2 sp interleaved virtual2 num_layers=4",
-    f"tp2 pp2 sp zb {ONE_NORM}",
-    "pp2 dp2 z3 zb",
-    "pp2 dp2 z1",
-    f"pp2 dp2 ep2 zb {EXPERTS}",
-    "tp2 cp2 sp cp_comm=allgather recompute=selective num_query_groups=2 num_layers=4",
-    "tp2 cp2 cp_comm=ulysses num_query_groups=2 precision=bf16 num_layers=4",
-    "tp2 cp2 reproducible=True precision=bf16 mb4",
-    "cp4 cp_comm=ring num_query_groups=2 num_layers=4",
-    "dp4 z1 shards2",
-    "dp4 z3 shards2",
-    "tp2 dp2 z3",
-    "tp2 dp2 sp z1",
-    f"dp4 ep2 z3 {EXPERTS}",
-    # With four experts per token their weights are more than a few numbers.
-    f"tp2 dp2 sp z3 ep2 moe_router_topk=4 {EXPERTS}",
-    f"tp2 dp2 sp ep2 etp1 recompute=full {EXPERTS}",
-    f"tp2 dp2 sp ep2 reproducible=True recompute=full moe_shared_expert_size=64 moe_router_topk=4 {EXPERTS}",
-    "tp2 dp2 optimizer=muon",
-    f"dp4 ep2 optimizer=muon {EXPERTS}",
-]
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("traffic.toml").read_text(encoding="utf-8"))
+CASES = {name: [words.format(**TABLE["parts"]) for words in cases] for name, cases in TABLE["cases"].items()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, CASES), *(pytest.param(ranks, more, marks=pytest.mark.slow) for ranks, more in ((2, MORE), (4, FOUR)))],
-    ids=["usual", "more", "four ranks"],
-)
-def test_bytes_sent(ranks: int, cases: list[str], tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "usual")) for name in CASES])
+def test_bytes_sent(name: str, tmp_path: Any) -> None:
+    ranks, cases = 4 if name == "four ranks" else 2, CASES[name]
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
     for number, case in enumerate(cases):
         config = config_of(case, tmp_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pkgutil
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +28,8 @@ from megacore.verify.run import Key, Record
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config
 
-GPT = "pretrain_gpt.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
-EXPERTS = "--num-experts 8 --disable-bias-linear --activation swiglu --moe-ffn-hidden-size 32"
-BERT = "pretrain_bert.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
+TABLE = tomllib.loads(Path(__file__).with_name("verify.toml").read_text(encoding="utf-8"))
+GPT = TABLE["parts"]["gpt"]
 
 
 def read(*words: str) -> Request:
@@ -76,35 +76,10 @@ def test_a_reproducible_layout_agrees_to_the_bit(tmp_path: Path) -> None:
     assert {(row["tolerance"], row["difference"]) for row in result["result"]["rows"]} == {(0.0, 0.0)}
 
 
-LAYOUTS = {
-    "gpt: tp 2, dp 2, ZeRO 1": f"{GPT} --tp 2 --dp 2 --zero-stage 1",
-    "gpt: pp 2, dp 2, ZeRO 2, interleaved": (
-        f"{GPT.replace('--num-layers 2', '--num-layers 4')} --pp 2 --dp 2 --zero-stage 2 --schedule interleaved "
-        "--virtual-stages 2 --global-batch-size 8"
-    ),
-    "gpt: dp 4, ZeRO 3, swiglu, offload": f"{GPT} --dp 4 --zero-stage 3 --activation swiglu --offload-optimizer",
-    "gpt: tp 2, pp 2, sequence parallel, zero-bubble": (
-        f"{GPT} --tp 2 --pp 2 --sequence-parallel --schedule zero-bubble --recompute full"
-    ),
-    "gpt: cp 2, tp 2, sequence parallel, ring": (
-        f"{GPT} --cp 2 --tp 2 --sequence-parallel --cp-comm ring --hidden-dropout 0.1"
-    ),
-    "gpt: cp 2, dp 2, ZeRO 3, ulysses": f"{GPT} --cp 2 --dp 2 --zero-stage 3 --cp-comm ulysses",
-    "experts: tp 2, dp 2, ep 2": (
-        f"{GPT} {EXPERTS} --tp 2 --dp 2 --ep 2 --zero-stage 1 --moe-aux-loss-coeff 0.1 --moe-router-enable-expert-bias"
-    ),
-    "experts: cp 2, dp 2, ep 4, capacity, padding": (
-        f"{GPT} {EXPERTS} --cp 2 --dp 2 --ep 4 --moe-expert-capacity-factor 0.75 --packing best-fit "
-        "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss --moe-input-jitter-eps 0.1"
-    ),
-    "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
-    "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("words", TABLE["layouts"].values(), ids=TABLE["layouts"])
 def test_every_defect_that_a_layout_can_have_is_found(words: str, tmp_path: Path) -> None:
+    words = words.format(**TABLE["parts"])
     program, *flags = words.split()
     config = read(program, *flags).config
     possible = [defect.name for defect in DEFECTS if defect.possible(config)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import BertConfig as TransformersConfig
@@ -19,71 +21,37 @@ from tests.parity.bert_runs import make_bert_config
 from tests.parity.hf_models import disturbed, give
 
 VOCAB, POSITIONS, HIDDEN, HEADS, LAYERS = 101, 24, 32, 4, 3
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_attention_heads": HEADS}
+SHAPE |= {"initializer_range": 0.2, "attn_implementation": "eager"}
 
 
 def classic_twin() -> BertForPreTraining:
     """A small random model, evaluated, with weights so large that a wrong layout cannot hide."""
     torch.manual_seed(0)
-    config = TransformersConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=POSITIONS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_hidden_layers=LAYERS,
-        intermediate_size=4 * HIDDEN,
-        initializer_range=0.2,
-        attn_implementation="eager",
-    )
+    sizes = {"max_position_embeddings": POSITIONS, "num_hidden_layers": LAYERS, "intermediate_size": 4 * HIDDEN}
+    config = TransformersConfig(**SHAPE, **sizes)
     return disturbed(BertForPreTraining(config).eval())
 
 
 def modern_twin() -> ModernBertForMaskedLM:
     """The same of ModernBERT: a window of 8 tokens and six layers, the first and fourth of which see everything."""
     torch.manual_seed(0)
-    config = ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_hidden_layers=6,
-        intermediate_size=48,
-        local_attention=8,
-        initializer_range=0.2,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
-        attn_implementation="eager",
-    )
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    config = ModernBertConfig(**SHAPE, num_hidden_layers=6, intermediate_size=48, local_attention=8, **ends)
     return disturbed(ModernBertForMaskedLM(config).eval())
 
 
 def modern_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the modern twin."""
-    return classic_config(
-        **{
-            "bert_style": "modern",
-            "norm_epsilon": 1e-5,
-            "num_layers": 6,
-            "ffn_hidden_size": 48,
-            "window_size": 8,
-            **changes,
-        }
-    )
+    own: dict[str, object] = {"bert_style": "modern", "norm_epsilon": 1e-5, "num_layers": 6, "ffn_hidden_size": 48}
+    return classic_config(**own | {"window_size": 8} | changes)
 
 
 def classic_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the classic twin."""
-    return make_bert_config(
-        (1, 1, 1),
-        "nowhere",
-        **{
-            "vocab_size": VOCAB,
-            "max_position_embeddings": POSITIONS,
-            "seq_length": POSITIONS,
-            "hidden_size": HIDDEN,
-            "num_attention_heads": HEADS,
-            "num_layers": LAYERS,
-            "norm_epsilon": 1e-12,
-            **changes,
-        },
-    )
+    own: dict[str, object] = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "seq_length": POSITIONS}
+    own |= {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_layers": LAYERS, "norm_epsilon": 1e-12}
+    return make_bert_config((1, 1, 1), "nowhere", **own | changes)
 
 
 def stage_of(config: ResolvedBertConfig, twin: PreTrainedModel) -> Stage:

@@ -38,15 +38,10 @@ def gpt2_names(layers: int) -> dict[str, str]:
         "head.norm.weight": "ln_f.weight",
         "head.norm.bias": "ln_f.bias",
     }
+    blocks = "attention_norm ln_1, mlp_norm ln_2, attention.qkv attn.c_attn, attention.output attn.c_proj"
+    blocks += ", mlp.up mlp.c_fc, mlp.down mlp.c_proj"
     for i in range(layers):
-        for ours, theirs in (
-            ("attention_norm", "ln_1"),
-            ("mlp_norm", "ln_2"),
-            ("attention.qkv", "attn.c_attn"),
-            ("attention.output", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
-        ):
+        for ours, theirs in map(str.split, blocks.split(",")):
             names |= {f"blocks.{i}.{ours}.{kind}": f"h.{i}.{theirs}.{kind}" for kind in ("weight", "bias")}
     return names
 
@@ -126,19 +121,9 @@ def rate(config: ResolvedConfig, step: int) -> float:
 
 
 def _twin(config: ResolvedConfig) -> GPT2LMHeadModel:
-    model = config.model
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=SEQUENCE,
-            n_embd=model.hidden_size,
-            n_head=model.num_attention_heads,
-            n_layer=model.num_layers,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-    )
+    model, off = config.model, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    shape = {"n_embd": model.hidden_size, "n_head": model.num_attention_heads, "n_layer": model.num_layers}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=SEQUENCE, **shape, **off))
 
 
 def _loss(twin: GPT2LMHeadModel, data: RaggedData, step: int, batch: int) -> Tensor:

@@ -11,65 +11,49 @@ import torch
 from megacore.config import ParallelConfig, WatchConfig
 from megacore.train.engine import PipelineEngine
 from tests.distributed import run_distributed
-from tests.parity.plain_models import ADAMW, MODELS, OPTIMIZER, SEED, Result, plain_torch
+from tests.matrix.runner import changes_of
+from tests.parity.plain_models import ADAMW, MODELS, OPTIMIZER, SEED, Model, Result, plain_torch
 from tests.parity.runs import gather
 
 STEPS = 4
-TWICE = {"schedule": "interleaved", "virtual_stages": 2}
-SPLIT, GPIPE = {"schedule": "zero-bubble"}, {"schedule": "gpipe"}
-EVEN = {"pipeline_balance": "uniform"}
-CAPTURED: dict[str, Any] = {"compile": True, "compile_backend": "aot-eager"}
-Case = tuple[str, int, int, dict[str, Any]]  # model, pp, dp, changes
-
-# In `make test` every model, schedule and ZeRO stage once, by the number of ranks.
-CASES: dict[int, list[Case]] = {
-    1: [("cnn", 1, 1, {}), ("tokens", 1, 1, SPLIT), ("bare", 1, 1, CAPTURED)],
-    2: [
-        ("cnn", 2, 1, TWICE),
-        ("cnn", 1, 2, {"zero_stage": 3}),
-        ("tokens", 2, 1, EVEN | SPLIT),
-        ("tokens", 1, 2, {"zero_stage": 2}),
-        ("bare", 2, 1, {}),
-    ],
-    4: [("bare", 4, 1, EVEN | SPLIT), ("tokens", 2, 2, SPLIT | {"zero_stage": 1})],
+# A model, and words as in tests/matrix, by ranks. In `make test` every model, schedule and ZeRO stage is there once.
+CASES = {
+    1: ["cnn", "tokens zb", "bare compiled"],
+    2: ["cnn pp2 interleaved virtual2", "cnn dp2 z3", "tokens pp2 uniform zb", "tokens dp2 z2", "bare pp2"],
+    4: ["bare pp4 uniform zb", "tokens pp2 dp2 zb z1"],
 }
-MORE: dict[int, list[Case]] = {
+MORE = {
     2: [
-        *((name, 2, 1, changes) for name in MODELS for changes in ({}, TWICE, EVEN | SPLIT)),
-        ("cnn", 2, 1, GPIPE),
-        ("cnn", 1, 2, {}),
-        ("tokens", 1, 2, {"zero_stage": 1}),
+        *(f"{name} pp2 {words}" for name in MODELS for words in ("", "interleaved virtual2", "uniform zb")),
+        *("cnn pp2 gpipe", "cnn dp2", "tokens dp2 z1"),
     ],
     4: [
-        *((name, 4, 1, EVEN | changes) for name in MODELS for changes in ({}, SPLIT)),
-        *((name, 2, 2, SPLIT) for name in MODELS),
-        ("cnn", 4, 1, EVEN | TWICE),
-        ("cnn", 2, 2, TWICE | {"zero_stage": 3}),
-        ("tokens", 2, 2, {"zero_stage": 2}),
-        ("tokens", 2, 2, TWICE | {"zero_stage": 3}),
-        ("tokens", 2, 2, SPLIT | {"zero_stage": 3}),
-        ("bare", 2, 2, EVEN | {"zero_stage": 3}),
-        ("bare", 2, 2, EVEN | SPLIT | {"zero_stage": 2}),
-        ("cnn", 4, 1, EVEN | CAPTURED),
-        ("tokens", 2, 2, SPLIT | CAPTURED),
+        *(f"{name} {words}" for name in MODELS for words in ("pp4 uniform", "pp4 uniform zb", "pp2 dp2 zb")),
+        *("cnn pp4 uniform interleaved virtual2", "cnn pp2 dp2 interleaved virtual2 z3", "tokens pp2 dp2 z2"),
+        *("tokens pp2 dp2 interleaved virtual2 z3", "tokens pp2 dp2 zb z3", "bare pp2 dp2 uniform z3"),
+        *("bare pp2 dp2 uniform zb z2", "cnn pp4 uniform compiled", "tokens pp2 dp2 zb compiled"),
     ],
 }
 
 
-def make_engine(case: Case) -> PipelineEngine:
-    name, pp, dp, changes = case
-    options = {name: value for name, value in changes.items() if name.startswith("compile")}
-    parallel = {name: value for name, value in changes.items() if name not in options}
-    model = MODELS[name]
+def parse(case: str) -> tuple[Model, dict[str, Any]]:
+    """The model of a case, and its changes by field name."""
+    name, _, words = case.partition(" ")
+    return MODELS[name], changes_of(words.replace("uniform", "pipeline_balance=uniform"))
+
+
+def make_engine(case: str) -> PipelineEngine:
+    model, changes = parse(case)
+    options = {name: changes.pop(name) for name in [*changes] if name.startswith("compile")}
     return PipelineEngine(
         model.layers,
         loss=model.loss,
         reduction=model.reduction,  # type: ignore[arg-type]
         count=model.count,
-        parallel=ParallelConfig(**{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-3, **parallel}),
+        parallel=ParallelConfig(**{"pp": 1, "dp": 1, "device": "cpu", "bucket_size_mb": 1e-3, **changes}),
         optimizer=OPTIMIZER,
         optimizer_settings=ADAMW,
-        num_microbatches=4 // dp,
+        num_microbatches=4 // changes.get("dp", 1),
         train_iters=STEPS,
         seed=SEED,
         watch=WatchConfig(hang_timeout_minutes=0.0),
@@ -77,9 +61,9 @@ def make_engine(case: Case) -> PipelineEngine:
     )
 
 
-def train(case: Case) -> Result:
+def train(case: str) -> Result:
     """Train on this rank; every rank returns what came out."""
-    engine, model = make_engine(case), MODELS[case[0]]
+    engine, (model, _) = make_engine(case), parse(case)
     own = slice(engine.mesh.batch.rank, None, engine.mesh.batch.size)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -91,7 +75,7 @@ def train(case: Case) -> Result:
     return Result(losses, norms, gradients, final, engine.evaluate(model.batch(STEPS)[own]))
 
 
-def train_all(rank: int, world_size: int, cases: list[Case]) -> list[Result]:
+def train_all(rank: int, world_size: int, cases: list[str]) -> list[Result]:
     return [train(case) for case in cases]
 
 
@@ -107,11 +91,11 @@ def reference(name: str) -> Result:
         *(pytest.param(*item, id=f"{item[0]} ranks more", marks=pytest.mark.slow) for item in MORE.items()),
     ],
 )
-def test_it_trains_as_plain_torch_does(world_size: int, cases: list[Case]) -> None:
-    results = run_distributed(train_all, world_size, cases, timeout=240)[0]
-    for (name, pp, dp, changes), found in zip(cases, results, strict=True):
-        print(name, pp, dp, changes)  # shown where it fails
-        expected = reference(name)
+def test_it_trains_as_plain_torch_does(world_size: int, cases: list[str]) -> None:
+    results = run_distributed(train_all, world_size, cases, timeout=240, stay=True)[0]
+    for case, found in zip(cases, results, strict=True):
+        print(case)  # shown where it fails
+        expected = reference(case.split()[0])
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
         assert found.norms == pytest.approx(expected.norms, rel=1e-6)
         assert found.gradients.keys() == expected.gradients.keys()
@@ -119,5 +103,5 @@ def test_it_trains_as_plain_torch_does(world_size: int, cases: list[Case]) -> No
             error = (found.gradients[parameter] - gradient).abs().max()
             assert float(error) <= 1e-6 * max(1.0, float(gradient.abs().max())), parameter
             torch.testing.assert_close(found.final[parameter], expected.final[parameter], rtol=1e-5, atol=1e-6)
-        if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
+        if not case.startswith("cnn") or "dp" not in case:  # batch norm's running statistics are those of a replica
             assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-6)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from megacore.convert.check import check_tokens, compare
+from megacore.convert.check import Agreement, check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
 from tests.e2e.launching import alone, words
@@ -33,19 +33,25 @@ def save(folder: Path, *, sentences: bool) -> Path:
     return folder / "hf"
 
 
+def there_and_back(folder: Path) -> tuple[CheckpointTensors, Agreement]:
+    """Convert the directory and convert the checkpoint back: the same files, and the same logits of as many tokens."""
+    there, here, back = folder / "hf", folder / "megacore", folder / "back"
+    to_megacore(there, here)
+    to_hf(here, back)
+    require_same(weights(back), weights(there))
+    assert (back / "config.json").read_bytes() == (there / "config.json").read_bytes()
+    found = CheckpointTensors(here)
+    agreement = compare(there, here, check_tokens(found.config, folder / "none", None))
+    assert agreement.difference <= 1e-5
+    return found, agreement
+
+
 @pytest.mark.parametrize("sentences", [True, False])
 def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
-    directory = save(tmp_path, sentences=sentences)
-    to_megacore(directory, tmp_path / "megacore")
-    found = CheckpointTensors(tmp_path / "megacore")
+    save(tmp_path, sentences=sentences)
+    found, agreement = there_and_back(tmp_path)
     assert found.bert is not None
     assert found.bert.sentence_task == ("nsp" if sentences else "none")
-
-    to_hf(tmp_path / "megacore", tmp_path / "back")
-    require_same(weights(tmp_path / "back"), weights(directory))
-    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
-    agreement = compare(directory, tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
-    assert agreement.difference <= 1e-5
     assert agreement.same_choice == 1.0
     kind = transformers.AutoModelForPreTraining if sentences else transformers.AutoModelForMaskedLM
     loaded = kind.from_pretrained(tmp_path / "back")
@@ -55,12 +61,7 @@ def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
 def test_modernbert_there_and_back(tmp_path: Path) -> None:
     """Its gated MLP has one matrix for both of megacore's."""
     modern_twin().save_pretrained(tmp_path / "hf")
-    to_megacore(tmp_path / "hf", tmp_path / "megacore")
-    found = CheckpointTensors(tmp_path / "megacore")
-    to_hf(tmp_path / "megacore", tmp_path / "back")
-    require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
-    agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
-    assert agreement.difference <= 1e-5
+    there_and_back(tmp_path)
     hf = open_model(tmp_path / "hf")
     values = hf.family.from_model(hf.config, hf.bert)
     assert values is not None
@@ -84,15 +85,10 @@ def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None
     )  # fmt: skip
     torch.manual_seed(0)
     disturbed(getattr(transformers, f"{family}ForMaskedLM")(config).eval()).save_pretrained(tmp_path / "hf")
-    to_megacore(tmp_path / "hf", tmp_path / "megacore")
-    found = CheckpointTensors(tmp_path / "megacore")
+    found, agreement = there_and_back(tmp_path)
     assert (found.config.position_offset, found.config.max_position_embeddings) == (4, 38)
     assert found.shapes["embedding.positions"] == (42, 32)
     assert found.shapes["embedding.segments"] == (types, 32)
-    to_hf(tmp_path / "megacore", tmp_path / "back")
-    require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
-    agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
-    assert agreement.difference <= 1e-5
     assert agreement.tokens == 38
     forget_the_config(tmp_path / "megacore")
     to_hf(tmp_path / "megacore", tmp_path / "anew")

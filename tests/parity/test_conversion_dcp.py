@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,9 @@ HEADS, GROUPS, HIDDEN, HEAD = 4, 2, 32, 8
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of transformers with a Llama of random weights."""
     path = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        vocab_size=61,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
+    shape = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "num_hidden_layers": 2}
+    rest = {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**shape, **rest)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -59,26 +53,21 @@ def paired(value: Tensor, heads: int) -> Tensor:
     return result
 
 
+TITAN = """
+self_attn.q_proj: attention.wq  self_attn.k_proj: attention.wk  self_attn.v_proj: attention.wv
+self_attn.o_proj: attention.wo  input_layernorm: attention_norm  post_attention_layernorm: ffn_norm
+mlp.gate_proj: feed_forward.w1  mlp.down_proj: feed_forward.w2  mlp.up_proj: feed_forward.w3
+embed_tokens: tok_embeddings  lm_head: output
+"""
+
+
 def titan(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """A Llama's weights by the names and in the order of torchtitan."""
-    inner = {
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "embed_tokens": "tok_embeddings",
-        "lm_head": "output",
-    }
     named = {}
     for name, value in weights.items():
         turned = paired(value, HEADS) if "q_proj" in name else paired(value, GROUPS) if "k_proj" in name else value
         theirs = name.removeprefix("model.")
-        for hf, short in inner.items():
+        for hf, short in re.findall(r"(\S+): (\S+)", TITAN):
             theirs = theirs.replace(hf, short)
         named[theirs] = turned
     return named

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 from megacore.checkpoint.tensor_file import TensorWriter
-from tests.e2e.launching import ROOT, words
-from tests.patience import patience
+from tests.e2e.launching import run_cold, words
 
 # Imports what a conversion imports, then converts as each list of flags says, and says how far memory rose above that.
 PROGRAM = """
@@ -57,15 +54,7 @@ def llama(path: Path, *, hidden: int, layers: int, vocabulary: int, dtype: torch
 
 def peak(*arguments: str) -> tuple[int, int]:
     """Bytes above what was there before, and in all."""
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=patience(240),
-        check=False,
-    )
+    done = run_cold(sys.executable, "-c", PROGRAM, *arguments, timeout=240)
     assert done.returncode == 0, done.stderr
     _, above, whole = done.stdout.splitlines()[-1].split()
     return int(above), int(whole)
@@ -73,10 +62,7 @@ def peak(*arguments: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("hidden", "layers", "vocabulary", "dtype"),
-    [
-        (1024, 7, 2048, torch.float32),
-        pytest.param(2048, 24, 65536, torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    [(1024, 7, 2048, torch.float32), pytest.param(2048, 24, 65536, torch.bfloat16, marks=pytest.mark.slow)],
 )
 def test_memory_is_that_of_the_largest_tensor(
     hidden: int, layers: int, vocabulary: int, dtype: torch.dtype, tmp_path: Path

@@ -83,7 +83,7 @@ def mixed(rank: int, world_size: int) -> dict[str, tuple[Tensor, ...]]:
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_reach_their_experts_and_come_back(ranks: int) -> None:
     """Also where a rank gets no row, or all of them: against a loop over tokens in one process."""
-    results = run_distributed(mixed, ranks)
+    results = run_distributed(mixed, ranks, stay=True)
     for routing in ROUTINGS:
         weight = matrices().requires_grad_()
         for rank in range(ranks):

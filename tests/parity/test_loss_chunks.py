@@ -42,7 +42,7 @@ def evaluations(rank: int, world_size: int, directory: str) -> list[list[float]]
 @pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_evaluation_in_chunks_sums_up_the_same(tp: int, tmp_path: Path) -> None:
     """The likeliest tokens too, of which BERT's accuracy is made."""
-    for gpt, gpt_chunks, bert, bert_chunks in run_distributed(evaluations, tp, str(tmp_path)):
+    for gpt, gpt_chunks, bert, bert_chunks in run_distributed(evaluations, tp, str(tmp_path), stay=True):
         assert gpt_chunks == pytest.approx(gpt, rel=1e-6)
         assert bert_chunks == pytest.approx(bert, rel=1e-6)
 

@@ -57,7 +57,7 @@ def bytes_held(rank: int, dp: int, directory: str, cases: list[Changes]) -> list
     ids=str,
 )
 def test_measured_is_predicted(dp: int, cases: list[Changes], tmp_path: Path) -> None:
-    for found in run_distributed(bytes_held, dp, str(tmp_path), cases, timeout=180):
+    for found in run_distributed(bytes_held, dp, str(tmp_path), cases, timeout=180, stay=True):
         for changes, (measured, predicted) in zip(cases, found, strict=True):
             for kind, expected in predicted.items():
                 assert measured[kind] == pytest.approx(expected, rel=0.03), (changes, kind)
@@ -146,7 +146,7 @@ def peaks_of(rank: int, world_size: int, layout: Layout, directory: str) -> list
 def test_zero_holds_little_for_a_moment(layout: Layout, tmp_path: Path) -> None:
     """On stage 3 the parameters of two layers at most, on stages 2 and 3 the whole gradients of two buckets (one being
     filled, one being reduced), and one reduction is under way at a time: each has memory for the other ranks' terms."""
-    for of_rank in run_distributed(peaks_of, 2 * layout[1], layout, str(tmp_path), timeout=120):
+    for of_rank in run_distributed(peaks_of, 2 * layout[1], layout, str(tmp_path), timeout=120, stay=True):
         for changes, peaks in zip(MOMENTS, of_rank, strict=True):
             assert len(peaks.buckets) > 3 and peaks.reductions == 1, changes
             if changes["zero_stage"] >= 2:

@@ -26,11 +26,7 @@ CPU = torch.device("cpu")
 
 def model_with(activation: str = "swiglu", **fields: Any) -> ResolvedModel:
     model = ModelConfig(
-        hidden_size=H,
-        num_attention_heads=4,
-        ffn_hidden_size=FFN,
-        activation=activation,
-        disable_bias_linear=True,
+        hidden_size=H, num_attention_heads=4, ffn_hidden_size=FFN, activation=activation, disable_bias_linear=True
     )
     fields = {"num_experts": 6, "moe_ffn_hidden_size": WIDTH, **fields}
     return model.resolve(seq_length=S, vocab_size=32, experts=ExpertsConfig(**fields).resolve(FFN))
@@ -142,6 +138,9 @@ def within_capacity(weights: dict[tuple[int, int], Tensor], experts: ResolvedExp
     return kept
 
 
+GLOBAL: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 2.0}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -153,14 +152,9 @@ def within_capacity(weights: dict[tuple[int, int], Tensor], experts: ResolvedExp
         {"moe_expert_capacity_factor": 0.3, "moe_token_drop_policy": "position", "moe_router_topk": 3},
         {"moe_expert_capacity_factor": 5.0},  # nobody drops
         {"moe_input_jitter_eps": 0.2, "moe_z_loss_coeff": 0.5},
-        {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 2.0},
+        GLOBAL,
         {"moe_aux_loss_coeff": 2.0, "moe_z_loss_coeff": 0.5, "moe_expert_capacity_factor": 0.6, "pads": True},
-        {
-            "moe_router_load_balancing_type": "global_aux_loss",
-            "moe_aux_loss_coeff": 2.0,
-            "moe_input_jitter_eps": 0.2,
-            "pads": True,
-        },
+        GLOBAL | {"moe_input_jitter_eps": 0.2, "pads": True},
     ],
     ids=str,
 )

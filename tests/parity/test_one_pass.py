@@ -18,34 +18,27 @@ import torch
 from megacore import ops
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tests.matrix.runner import changes_of
 from tests.parity import runs
 from tests.parity.runs import Layout, outcome_of
 
 Options = dict[str, Any]
 STEPS = 4
-BF16: Options = {"precision": "bf16"}
-# Of each layout, what is tried one after the other.
-CASES: list[tuple[Layout, list[Options]]] = [
-    ((1, 1, 1), [{"precision": "fp16", "clip_grad": 0.0}, {"weight_decay": 0.0, "micro_batch_size": 8}]),
-    ((1, 1, 2), [{"zero_stage": 0} | BF16, {"zero_stage": 2}, {"zero_stage": 3} | BF16]),
+# Of each layout, what is tried one after the other, in the words of tests/matrix.
+CASES: list[tuple[Layout, list[str]]] = [
+    ((1, 1, 1), ["precision=fp16 clip_grad=0.0", "weight_decay=0.0 mb8"]),
+    ((1, 1, 2), ["z0 precision=bf16", "z2", "z3 precision=bf16"]),
 ]
-SLOW_CASES: list[tuple[Layout, list[Options]]] = [
-    (
-        (1, 1, 1),
-        [{}, BF16, BF16 | {"grad_reduce_dtype": "bf16"}, BF16 | {"reproducible": True, "reproducible_blocks": 1}],
-    ),
-    ((2, 1, 1), [{"sequence_parallel": True}]),
-    ((1, 2, 1), [{"schedule": "zero-bubble"} | BF16]),
+UNCUT = "reproducible=True blocks1"
+SLOW_CASES: list[tuple[Layout, list[str]]] = [
+    ((1, 1, 1), ["", *(f"precision=bf16 {more}" for more in ("", "grad_reduce_dtype=bf16", UNCUT))]),
+    ((2, 1, 1), ["sp"]),
+    ((1, 2, 1), ["zb precision=bf16"]),
     (
         (1, 1, 2),
-        [
-            *({"zero_stage": stage} for stage in (0, 1, 3)),
-            *({"zero_stage": stage} | BF16 for stage in (1, 2)),
-            {"zero_stage": 2, "grad_reduce_dtype": "bf16"} | BF16,
-            {"zero_stage": 1, "precision": "fp16"},
-            {"zero_stage": 1, "overlap_param_gather": False, "reproducible": True, "reproducible_blocks": 1},
-        ],
+        ["z0", "z1", "z3", "z1 precision=bf16", "z2 precision=bf16", "z2 precision=bf16 grad_reduce_dtype=bf16"],
     ),
+    ((1, 1, 2), ["z1 precision=fp16", f"z1 overlap_param_gather=False {UNCUT}"]),
 ]
 
 
@@ -58,8 +51,8 @@ def trainer_of(layout: Layout, output_dir: str, one_pass: bool, options: Options
     return trainer
 
 
-def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[Options]) -> None:
-    for number, options in enumerate(variants):
+def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[str]) -> None:
+    for number, options in enumerate(map(changes_of, variants)):
         plain, found = (
             outcome_of(trainer_of(layout, f"{output_dir}/{number}-{one_pass}", one_pass, options), moments=True)
             for one_pass in (False, True)
@@ -85,11 +78,11 @@ def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, varian
     ("layout", "variants"),
     [
         *(pytest.param(*case, id=str(case[0])) for case in CASES),
-        *(pytest.param(*case, id=f"{case[0]} more", marks=pytest.mark.slow) for case in SLOW_CASES),
+        *(pytest.param(*case, id=f"{case[0]} {case[1][0]}", marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )
-def test_one_pass_is_the_step_of_before(tmp_path: Path, layout: Layout, variants: list[Options]) -> None:
-    run_distributed(outcomes, math.prod(layout), layout, str(tmp_path), variants, timeout=120)
+def test_one_pass_is_the_step_of_before(tmp_path: Path, layout: Layout, variants: list[str]) -> None:
+    run_distributed(outcomes, math.prod(layout), layout, str(tmp_path), variants, timeout=120, stay=True)
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -122,7 +115,7 @@ def skipping(rank: int, world_size: int, output_dir: str, zero_stage: int) -> No
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_step_that_the_device_skips_changes_nothing(tmp_path: Path, zero_stage: int) -> None:
-    run_distributed(skipping, 2, str(tmp_path), zero_stage)
+    run_distributed(skipping, 2, str(tmp_path), zero_stage, stay=True)
 
 
 def resuming(rank: int, world_size: int, output_dir: str) -> None:
@@ -150,7 +143,7 @@ def resuming(rank: int, world_size: int, output_dir: str) -> None:
 
 
 def test_a_run_may_be_resumed_with_another_step(tmp_path: Path) -> None:
-    run_distributed(resuming, 2, str(tmp_path))
+    run_distributed(resuming, 2, str(tmp_path), stay=True)
 
 
 # ---- the host, with --offload-optimizer

@@ -27,10 +27,7 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     # In 16 bits errors depend on which way activations happen to round: by seed they are 0.9 to 1.25 of each other.
     "precision, dtype, scale, ratio",
-    [
-        ("fp32", torch.float32, 1e-6, 1.0),
-        pytest.param("bf16", torch.bfloat16, 2e-2, 1.1, marks=pytest.mark.slow),
-    ],
+    [("fp32", torch.float32, 1e-6, 1.0), pytest.param("bf16", torch.bfloat16, 2e-2, 1.1, marks=pytest.mark.slow)],
 )
 def test_gradients_are_as_near_to_those_in_fp64(
     precision: str, dtype: torch.dtype, scale: float, ratio: float, seeds: range, tmp_path: Path

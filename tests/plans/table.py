@@ -84,10 +84,11 @@ def regrets(rows: Iterable[Checked]) -> list[float]:
         config = row.run.config
         key = row.run.model, config.parallel.ranks, config.training.global_batch_size, config.data.seq_length
         competing[key].append(row)
-    return [_regret(own) for own in competing.values() if len(own) >= 3]
+    return [regret(own) for own in competing.values() if len(own) >= 3]
 
 
-def _regret(rows: Sequence[Checked]) -> float:
+def regret(rows: Sequence[Checked]) -> float:
+    """What the layout that is predicted fastest costs more than the measured best."""
     chosen = min(rows, key=lambda row: row.seconds)
     return chosen.measured / min(row.measured for row in rows) - 1
 

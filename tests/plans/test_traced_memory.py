@@ -6,8 +6,6 @@ fake tensors, by the code of a run; what exists at its peak is counted storage b
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -25,6 +23,7 @@ from megacore.tracer import dry_run
 from megacore.tracer.dry_run import RankReport, run_rank
 from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
+from tests.e2e.launching import run_cold
 from tests.plans.published import traced, whole
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("traced_memory.toml").read_text(encoding="utf-8"))
@@ -109,9 +108,8 @@ def test_what_a_program_registers_is_traced_and_not_kept(kind: str, tmp_path: Pa
     """Configurations with sections of their own cannot be pickled, and their sources are in no key of the cache."""
     words = "--preset gpt2-tiny --vocab-size 512 --mock-data --train-iters 9 --pp 2 --dp 1 --optimizer signum"
     example = str(Path(__file__).parents[2] / "examples" / "custom_optimizer")
-    command = [sys.executable, "-c", OWN, example, kind, *words.split(), "--global-batch-size", "2"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command = (sys.executable, "-c", OWN, example, kind, *words.split(), "--global-batch-size", 2)
+    done = run_cold(*command, timeout=120, XDG_CACHE_HOME=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("bytes: traced" if kind == "--dry-run" else "2 of them OK") in done.stdout
     assert not list(tmp_path.rglob("*.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.launching import environment, run_cold
 from tests.patience import patience, until
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 SLEEPING = """
 import os, time
 from megacore.tracer.workers import in_processes
@@ -53,7 +52,7 @@ def test_no_process_outlives_the_one_that_traces(number: signal.Signals) -> None
     """Only that one gets the signal."""
     command = [sys.executable, "-c", SLEEPING]
     with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
@@ -69,5 +68,5 @@ def test_no_process_outlives_the_one_that_traces(number: signal.Signals) -> None
 def test_a_process_that_has_computed_gradients_traces(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(LATE, encoding="utf-8")
-    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=patience(60))
+    done = run_cold(sys.executable, script, XDG_CACHE_HOME=tmp_path)
+    assert done.returncode == 0, done.stderr
