@@ -21,7 +21,7 @@ from megacore.parallel.mesh import ALONE, build_mesh, compute_reproducibly
 from megacore.parallel.sequence import gather_sequence, reduce_scatter_sequence
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.parallel.test_stopping import stored
+from tests.parallel.test_reshard import stored
 from tests.parallel.test_tensor import world_group
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
@@ -220,7 +220,7 @@ def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
         (on_device,) = published(tmp_path / f"pretend-{number}")
         assert whole(on_device, ALONE) is None, options
         for kind in ("model", "momentum_buffer"):
-            found, expected = stored(on_device, kind), stored(on_cpu, kind)
+            found, expected = stored(on_device)[kind], stored(on_cpu)[kind]
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {kind} {name}")
