@@ -81,7 +81,7 @@ def config_of(shape: str, mode: Mode, micro_batch: int, directory: Path, *, smal
     model = SHAPES[shape].small if small else SHAPES[shape].flags
     extra = {"plain": "", "offload": "--offload-optimizer", "compiled": "--compile"}[mode]
     if mode == "compiled" and small:  # for tests, which shall not wait for a compiler
-        extra += " --compile-backend aot-eager"
+        extra += " --compile backend=aot-eager"
     batch = f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch}"
     flags = [*f"{_COMMON} {model} {batch} {extra}".split(), "--output-dir", str(directory)]
     return parse_config(flags, prog="training", description="", kind=Config, vocabulary=vocabulary_size)

@@ -15,10 +15,11 @@ from megacore.arrive.deepspeed_values import Document, value_at
 from megacore.arrive.translation import translate_settings
 from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megacore.config.dimensions import fill_degrees, size_of_role
-from megacore.config.fields import LARGEST_INT, field_infos, flag_and_value
+from megacore.config.fields import LARGEST_INT, field_infos
 from megacore.config.given import Given
 from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
+from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import world_size
 from megacore.train.torch_optimizer import decays, of_torch

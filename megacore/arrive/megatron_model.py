@@ -54,7 +54,7 @@ def _yarn(flag: str, text: str, shape: Shape) -> Translation:
     if (mscale or 1.0) != 1.0 and not all_dimensions:
         raise ValueError(
             f"{flag} {text} beside --mscale {mscale:g} and no --mscale-all-dim multiplies by m({mscale:g}): use "
-            "--rope-scaling yarn with --rope-attention-factor, the number itself"
+            "--rope-scaling yarn with attention-factor, the number itself"
         )
     # Without --mscale it is 1, and without --mscale-all-dim it is 0, of which both programs make m(1).
     implied = {"rope_original_max_positions": _YARN_POSITIONS} | ({"rope_mscale": 1.0} if all_dimensions else {})
@@ -69,7 +69,7 @@ def _rope_type(flag: str, text: str, shape: Shape) -> Translation:
     if text == "yarn" and shape.settings.get("rope_scaling") != "yarn":
         raise ValueError(
             f"{flag} yarn needs its factor: use --rotary-scaling-factor, or --rope-scaling yarn with "
-            "--rope-scaling-factor"
+            "--rope-scaling factor"
         )
     if text == "rope" and shape.settings.get("rope_scaling") == "yarn":
         raise ValueError(f"{flag} rope has no scaling, and yarn is given as well: keep one of them")

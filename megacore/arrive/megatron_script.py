@@ -13,9 +13,10 @@ from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.arrive.megatron_flags import FOREIGN, TABLES
 from megacore.config.checkpoint import AUTO
 from megacore.config.experts import ExpertsConfig
-from megacore.config.fields import field_infos, flag, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.given import Given
 from megacore.config.schema import Config
+from megacore.config.spelling import flag, flag_and_value
 from megacore.remote import is_url
 
 _SCRIPT = TABLES["script"]

@@ -17,6 +17,7 @@ from megacore.arrive.translation import (
     nearest,
     whole_number,
 )
+from megacore.config import spelling
 from megacore.config.messages import did_you_mean, divisors, one_of
 from megacore.config.rampup import BatchSizes
 from megacore.files import unreadable
@@ -120,13 +121,13 @@ def _train_samples(flag: str, text: str, shape: Shape) -> Translation:
 
 def _in_steps(flag: str, text: str, shape: Shape) -> Translation:
     """A number of samples where megacore counts steps: --lr-decay-samples is --lr-decay-iters."""
-    ours, least = flag.replace("samples", "iters"), 0 if flag == "--lr-warmup-samples" else 1
-    name = ours.removeprefix("--").replace("-", "_")
+    name = flag.removeprefix("--").replace("samples", "iters").replace("-", "_")
+    least = 0 if name == "lr_warmup_iters" else 1
     samples, batch = whole_number(flag, text, least=least), shape.global_batch_size
     if samples == 0:
         return Translation(implied={name: 0})
     if batch is None:
-        raise _without_batch_size(flag, text, ours)
+        raise _without_batch_size(flag, text, spelling.flag(name))
     return Translation({name: nearest(Fraction(samples, batch))})
 
 
@@ -161,13 +162,13 @@ def _moment(flag: str, text: str, shape: Shape) -> Translation:
     if text != "bf16":
         raise ValueError(
             f"{flag} {text} has no counterpart: use fp32 or bf16 for both moments, or leave both out and use "
-            "--moments-dtype int8"
+            "--optimizer moments-dtype=int8"
         )
     other = _MOMENTS[flag]
     if (format_of_other := shape.others.get(other, "fp32")) != text:
         raise ValueError(
-            f"{flag} {text} beside {other} {format_of_other}: both moments have one format here: use --moments-dtype "
-            "bf16 for both, or fp32"
+            f"{flag} {text} beside {other} {format_of_other}: both moments have one format here: use "
+            "--optimizer moments-dtype=bf16 for both, or fp32"
         )
     return Translation({"moments_dtype": text})
 

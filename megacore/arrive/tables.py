@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megacore.arrive.translation import ForeignFlag, Shape, Translation, is_number, whole_number
+from megacore.config.spelling import field_and_text
 
 Translate = Callable[[str, str, Shape], Translation]
 Flags = dict[str, ForeignFlag]
@@ -86,11 +87,11 @@ def _nothing(flag: str, text: str, shape: Shape) -> Translation:
 
 def setting(ours: str) -> tuple[str, Any]:
     """The field and the value of a flag of megacore, such as --zero-stage 2 or --deterministic."""
-    name, _, text = ours.removeprefix("--").partition(" ")
+    name, text = field_and_text(ours)
     value: Any = text or True
     if is_number(text):
         value = int(text) if text.isdecimal() else float(text)
-    return name.replace("-", "_"), value
+    return name, value
 
 
 def _same(usage: str, row: str | Mapping[str, str]) -> Flags:
@@ -100,7 +101,7 @@ def _same(usage: str, row: str | Mapping[str, str]) -> Flags:
     def translate(flag: str, text: str, shape: Shape) -> Translation:
         return Translation({name: whole_number(flag, text) if value == "N" else value})
 
-    return _flags(usage, row.get("in_words", row["ours"].removesuffix(" N")), translate, name)
+    return _flags(usage, row.get("in_words", row["ours"].removesuffix("N").rstrip(" =")), translate, name)
 
 
 def _implied(usage: str, row: str | Mapping[str, Any]) -> Flags:

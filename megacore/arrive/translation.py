@@ -16,11 +16,12 @@ from fractions import Fraction
 from typing import Any
 
 from megacore.config.dimensions import degree_fields, fill_degrees, size_of_role
-from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.given import Given
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.rampup import Ramp
 from megacore.config.schema import Config
+from megacore.config.spelling import flag_and_value
 
 
 @dataclass(frozen=True)

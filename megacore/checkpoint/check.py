@@ -16,9 +16,10 @@ from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoi
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.experts import differing_experts
-from megacore.config.fields import Section, field_infos, flag
+from megacore.config.fields import Section, field_infos
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
+from megacore.config.spelling import flag, with_value
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.tokenizers.same_ids import same_ids
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +37,7 @@ _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
     *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
 )
-_OF_SCHEDULE = ("--lr", "--min-lr", "--decoupled-", "--weight-decay", "--start-weight-decay", "--end-weight-decay")
+_OF_SCHEDULE = ("--lr", "--min-lr", "--decoupled-", "--weight-decay")
 _RESETS = ("reset_position_ids", "reset_attention_mask")
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
@@ -201,7 +202,7 @@ def changed_settings(config: ResolvedConfig, manifest: Manifest) -> list[str]:
             here = list(here) if isinstance(here, tuple) else here
             if section not in _UNREPORTED and name in there and there[name] != here and name != "output_dir":
                 old, new = ("unset" if value is None else value for value in (there[name], here))
-                changes.append(f"{flag(name)} {old} -> {new}")
+                changes.append(f"{with_value(flag(name), str(old))} -> {new}")
     return changes
 
 
@@ -284,4 +285,4 @@ def _stored(kind: type[S], values: Mapping[str, Any]) -> S:
 
 def _differences_of(theirs: Section, here: Section, names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        yield f"{flag(name)} {getattr(theirs, name)} there, {getattr(here, name)} here"
+        yield f"{with_value(flag(name), str(getattr(theirs, name)))} there, {getattr(here, name)} here"

@@ -15,10 +15,10 @@ from megacore.commands.plan_parser import PlanParser, gigabytes, print_json, zer
 from megacore.commands.tool import positive
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
-from megacore.config.fields import flag_and_value
 from megacore.config.messages import divisors
 from megacore.config.parallel import AUTO_SCHEDULE
 from megacore.config.search_start import Searched
+from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory

@@ -35,4 +35,4 @@ class AverageConfig(Section):
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.eval_ema and self.ema_decay is None and not wrong & {"eval_ema", "ema_decay"}:
-            yield "--eval-ema needs --ema-decay, whose average it evaluates: add for example --ema-decay 0.999"
+            yield "--ema-decay eval evaluates an average that is not kept: add its decay, for example --ema-decay 0.999"

@@ -55,6 +55,6 @@ class CheckpointConfig(Section):
             yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
         if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
             yield (
-                f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "
-                "leave it out, or use --keep-last"
+                f"--keep-last every={self.keep_every} has no effect without --keep-last, because every checkpoint is "
+                "kept: leave it out, or use --keep-last"
             )

@@ -23,7 +23,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 import megacore
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos
-from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flags
+from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_by_optimizer, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.launch_notes import (
@@ -295,6 +295,9 @@ def _read(
 
     def build(given: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, theirs=theirs, continued=former))
+
+    if flags.by_optimizer:
+        read_by_optimizer(flags, build(given).optimizer.optimizer, kind)
 
     def build_alone(values: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, values))

@@ -103,13 +103,13 @@ def _one_bit(config: Config, world_size: int) -> Iterator[str]:
         )
     freeze = config.onebitadam.onebit_freeze_step
     if freeze is None and config.training.train_iters == LARGEST_INT:  # an engine
-        yield f"{given} needs --onebit-freeze-step where the length of the run is not known: use, for example, 1000"
+        yield f"{given} needs --optimizer freeze-step where the length of the run is not known: use, for example, 1000"
     if freeze is not None and freeze >= config.training.train_iters:
         most = config.training.train_iters - 1
         way = f"use {most} or less, or a larger --train-iters" if most else "use a larger --train-iters"
         yield (
-            f"--onebit-freeze-step {freeze} must be below --train-iters {config.training.train_iters}, because nothing "
-            f"would be compressed: {way}"
+            f"--optimizer freeze-step={freeze} must be below --train-iters {config.training.train_iters}, because "
+            f"nothing would be compressed: {way}"
         )
 
 

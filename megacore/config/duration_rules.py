@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacore.config.checkpoint import AUTO
-from megacore.config.fields import field_infos, flag, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.config.problem import Change, Problem, Values, up_to
 from megacore.config.rules import Rules
 from megacore.config.schema import Config
+from megacore.config.spelling import flag, flag_and_value
 
 DURATION_RULES = Rules()
 
@@ -47,7 +48,8 @@ def schedule_problems(config: Config) -> Iterator[str]:
         )
     elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
         yield Problem(
-            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most {length}",
+            f"--lr-warmup-iters {warmup} + --lr-decay-style wsd-decay-iters={final} = {warmup + final} must be at "
+            f"most {length}",
             Values(name="lr_wsd_decay_iters", among=range(end - warmup, 0, -1), near=final, bound="or less"),
         )
 
@@ -74,7 +76,7 @@ def _traced(config: Config, world_size: int) -> Iterator[str]:
     most = max(last - 1, 1)  # the first step is not traced, unless it is the only one
     if config.logging.trace and steps is not None and steps > most:
         yield Problem(
-            f"--trace-steps {steps} must be at most {most} with --train-iters {last}, because the trace begins after "
+            f"--trace steps={steps} must be at most {most} with --train-iters {last}, because the trace begins after "
             "the first step",
             Values(name="trace_steps", among=range(most, 0, -1), near=steps, bound="or less"),
             _larger("train_iters", steps),
@@ -146,7 +148,7 @@ def _idle_guard(config: Config, world_size: int) -> Iterator[str]:
         most = 2 * last - 1
         yield Problem(
             f"{given} has no effect in {counted(last, 'step')} (--train-iters): the guard needs {half} accepted steps, "
-            f"half of --spike-window {spikes.spike_window}",
+            f"half of --on-spike window={spikes.spike_window}",
             Values(name="spike_window", among=range(most, 3, -1), near=spikes.spike_window, bound="or less"),
             _larger("train_iters", half),
         )

@@ -99,8 +99,8 @@ def _widths(config: Config, world_size: int) -> Iterator[str]:
 def _biases(config: Config, world_size: int) -> Iterator[str]:
     if config.experts.num_experts is not None and not config.model.disable_bias_linear:
         yield (
-            "--num-experts needs --disable-bias-linear, because experts have no biases: add it (--add-qkv-bias keeps "
-            "those of queries, keys and values)"
+            "--num-experts needs --disable-bias-linear, because experts have no biases: add it "
+            "(--disable-bias-linear keep-qkv keeps those of queries, keys and values)"
         )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section, field_infos, flag
+from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.problem import Change, Problem, divisors_of, up_to
+from megacore.config.spelling import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,14 @@ class ExpertsConfig(Section):
     """Weighs the chosen experts by their softmax over all experts, as in OLMoE (norm_topk_prob false in transformers).
     Off: these weights are divided by their sum."""
     moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
-    """Groups of experts, as in DeepSeek-V3: a token uses at most --moe-router-group-topk of them. Divides
-    --num-experts. Default: no groups."""
+    """Groups of experts, as in DeepSeek-V3: a token uses at most topk of them. Divides --num-experts.
+    Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
-    """Groups that a token's experts come from: those whose --moe-router-group-best best scores have the highest sum.
+    """Groups that a token's experts come from: those whose best scores have the highest sum.
     Default: none; --moe-router-num-groups requires it."""
     moe_router_group_best: Annotated[int | None, Range(1, 100_000)] = None
     """Best scores of a group that are summed for the choice of groups: 1 in DeepSeek-V2, 2 in V3. Default:
-    --moe-router-topk / --moe-router-group-topk."""
+    --moe-router-topk / topk."""
     moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
     moe_router_enable_expert_bias: bool = False
@@ -140,26 +141,26 @@ class ExpertsConfig(Section):
             said = f"--moe-router-num-groups {groups} must divide --num-experts {experts}"
             yield Problem(said, divisors_of("moe_router_num_groups", groups, experts, bare=True))
         if chosen is None:
-            yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk: use 1 to {groups}"
+            yield f"--moe-router-num-groups {groups} needs --moe-router-num-groups topk: use 1 to {groups}"
             return
         if chosen > groups:
-            said = f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}"
+            said = f"--moe-router-num-groups topk={chosen} must be at most --moe-router-num-groups {groups}"
             yield Problem(said, up_to("moe_router_group_topk", chosen, groups))
         elif self.moe_router_group_best is None and self.moe_router_topk % chosen:
             yield Problem(
-                f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}",
+                f"--moe-router-num-groups topk={chosen} must divide --moe-router-topk {self.moe_router_topk}",
                 divisors_of("moe_router_group_topk", chosen, self.moe_router_topk, bare=True),
-                Change("--moe-router-group-best"),
+                Change("--moe-router-num-groups best"),
             )
         elif self.moe_router_group_best is not None and self.moe_router_group_best > experts // groups:
             yield (
-                f"--moe-router-group-best {self.moe_router_group_best} is more than the {experts // groups} experts of "
-                f"a group: use {experts // groups} or less"
+                f"--moe-router-num-groups best={self.moe_router_group_best} is more than the {experts // groups} "
+                f"experts of a group: use {experts // groups} or less"
             )
         elif self.moe_router_topk > experts // groups * chosen:
             yield (
                 f"--moe-router-topk {self.moe_router_topk} is more than the {experts // groups * chosen} experts of "
-                f"{chosen} of {groups} groups: use a larger --moe-router-group-topk, or fewer groups"
+                f"{chosen} of {groups} groups: use a larger --moe-router-num-groups topk, or fewer groups"
             )
 
 

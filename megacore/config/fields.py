@@ -28,7 +28,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.problem import Change, Problem, Values, Way
-from megacore.config.problem import flag as flag
+from megacore.config.spelling import OWNERS, flag, flag_and_value, own_flag, with_value
 
 # Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
@@ -98,21 +98,23 @@ class FieldInfo:
         return flag(self.name)
 
     @property
+    def owner(self) -> str | None:
+        """The field of whose flag it is a parameter; None: it has a flag."""
+        return OWNERS[self.name][0] if self.name in OWNERS else None
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Every name of the flag, without the `--no-` form of a switch."""
         return (self.flag, *self.aliases)
 
     @property
+    def usage(self) -> str:
+        """The flag with what follows it."""
+        return self.flag if self.kind is bool else with_value(self.flag, self.metavar)
+
+    @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
-
-
-def flag_and_value(name: str, value: Any) -> str:
-    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no_{name}")
-    words = value if isinstance(value, list | tuple) else [value]
-    return " ".join([flag(name), *(number(word) if isinstance(word, int | float) else str(word) for word in words)])
 
 
 def use(name: str, value: Any) -> Change:
@@ -159,7 +161,7 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> Fi
         optional=type(None) in get_args(narrowed),
         registered=choices,
         range=next((e for e in extras if isinstance(e, Range)), None),
-        aliases=names.aliases,
+        aliases=((own_flag(field.name),) if field.name in OWNERS else ()) + names.aliases,
         metavar=names.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
         default=field.default,
     )
@@ -257,14 +259,14 @@ class Section:
 
 def _value_problem(info: FieldInfo, value: Any) -> str | None:
     if value is None:
-        return None if info.optional else f"{info.flag} is missing and has no default: use {info.flag} {info.metavar}"
+        return None if info.optional else f"{info.flag} is missing and has no default: use {info.usage}"
     if info.choices:
         if value in info.choices:
             return None
         if value == "":
             return f"{info.flag} is empty: use {one_of(info.choices)}"
         near = did_you_mean(str(value), info.choices)
-        return f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
+        return f"{with_value(info.flag, value)} is not known: use {one_of(info.choices)}{near}"
     if info.kind in (str, tuple):
         return _text_problem(info, (value,) if info.kind is str else value)
     if info.kind in (int, float):
@@ -278,21 +280,25 @@ def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
         return f"{info.flag} is empty: give it a value{others}"
     for text in texts:
         if "\0" in text:
-            return f"{info.flag} {text!a} has a null byte, which no name of a file has: use another name"
+            return (
+                f"{with_value(info.flag, ascii(text))} has a null byte, which no name of a file has: use another name"
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
-            return f"{info.flag} {text!a} is not valid UTF-8 and cannot be saved: use another name"
+            return f"{with_value(info.flag, ascii(text))} is not valid UTF-8 and cannot be saved: use another name"
     return None
 
 
 def _number_problem(info: FieldInfo, value: float) -> str | None:
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # an integer may exceed every float; NaN compares false
-        return f"{info.flag} {_short(value)} is not a finite number: {_way_out(info, value)}"
+        return f"{with_value(info.flag, _short(value))} is not a finite number: {_way_out(info, value)}"
     if info.range is not None and value not in info.range:
-        return Problem(f"{info.flag} {number(value)} must be {info.range}", *_in_range(info, value))
+        return Problem(f"{with_value(info.flag, number(value))} must be {info.range}", *_in_range(info, value))
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
-        return Problem(f"{info.flag} {value} is above the largest accepted value", *_in_range(info, value))
+        return Problem(
+            f"{with_value(info.flag, str(value))} is above the largest accepted value", *_in_range(info, value)
+        )
     return None
 
 

@@ -3,7 +3,8 @@
 argparse stops at the first word that it cannot read. Here unknown flags, values that belong to no flag and unreadable
 values are all collected, so that one message can name them together. Of a flag that is given twice the last value
 counts, as in argparse, because scripts end in "$@"; a note says so. Underscores count as dashes, and aliases as the
-flag itself.
+flag itself. A parameter of a flag is a word after it, NAME=VALUE or a switch, and counts as a flag of two words:
+`--rope-scaling factor`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
-from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
+from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos
 from megacore.config.given import Given
-from megacore.config.messages import nearest_name, number, one_of
+from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.config.numbers import nearest_ints, parse_float, parse_int
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import Config, section_of, sections_of
+from megacore.config.spelling import PARAMETERS, flag_and_value, negative, with_value
 
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
@@ -66,10 +69,12 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     flags = flags_by_name(kind)
     given = Given()
     words: dict[str, _Word] = {}
-    for word in _words(argv, given):
+    for word in _with_parameters(_words(argv, given), flags, given):
         info = flags.get(word.flag)
         given.names.append(word.flag)
-        if (setting := other_trainers().setting_of(word.flag, word.values)) is not None:
+        if len(_fields_of_parameter(word.flag)) > 1:
+            given.by_optimizer.append((word.flag, word.values))
+        elif (setting := other_trainers().setting_of(word.flag, word.values)) is not None:
             given.foreign = [other for other in given.foreign if other.source.partition(" ")[0] != word.flag]
             given.foreign.append(setting)
             _note_repeated(words.get(word.flag), word, given)
@@ -81,20 +86,43 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             words[info.name] = word
             _read_value(word, info, given)
     given.problems += [other_trainers().refusal(names, advice) for advice, names in given.refused.items()]
+    if "optimizer" in given.values:
+        read_by_optimizer(given, given.values["optimizer"], kind)
     return given
+
+
+def read_by_optimizer(given: Given, optimizer: str, kind: type[Config] = Config) -> None:
+    """Reads the parameters of --optimizer that are different fields for different optimizers.
+
+    Args:
+        given: the command line, which receives the values.
+        optimizer: the one that is chosen, maybe by another source of settings.
+        kind: the kind of configuration.
+    """
+    fields = all_fields(kind)
+    read = (optimizer, *(OPTIMIZERS[optimizer].shares if optimizer in OPTIMIZERS else ()))
+    for flag, values in given.by_optimizer:
+        candidates = _fields_of_parameter(flag)
+        field = next((name for name in candidates if section_of(kind, name) in read), candidates[0])
+        _read_value(_Word(flag, values), fields[field], given)
+    given.by_optimizer.clear()
 
 
 def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
     """A command line without the flags of some fields, however they are spelled, also by other trainers, and their
     values."""
-    flags, kept, is_kept = flags_by_name(kind), list[str](), True
+    flags, kept, is_kept, name = flags_by_name(kind), list[str](), True, ""
     for text in argv:
         if text.startswith("-") and not _is_number(text):
             name = text.partition("=")[0].replace("_", "-")
             info = flags.get(name)
             sets = other_trainers().fields_of(name) or (() if info is None else (info.name,))
             is_kept = not any(field in fields for field in sets)
-        if is_kept:
+        if parameter := _parameter(name, text, flags):
+            names = _fields_of_parameter(parameter) or (flags[parameter].name,)
+            if not any(field in fields for field in names):
+                kept += [name, text] if not is_kept else [text]
+        elif is_kept:
             kept.append(text)
     return kept
 
@@ -115,6 +143,40 @@ def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
         yield word
 
 
+def _with_parameters(words: Iterator[_Word], flags: Mapping[str, FieldInfo], given: Given) -> Iterator[_Word]:
+    """Each flag, and each of its parameters as a flag of two words."""
+    for word in words:
+        owner = flags.get(word.flag)
+        if owner is None or owner.name not in PARAMETERS:
+            yield word
+            continue
+        values, found = list[str](), list[_Word]()
+        for text in word.values:
+            name, equals, value = text.partition("=")
+            if parameter := _parameter(owner.flag, text, flags):
+                found.append(_Word(parameter, [value] if equals else []))
+            elif equals and (values or owner.choices or owner.kind is not str):
+                near = did_you_mean(name, PARAMETERS[owner.name])
+                given.problems.append(f"{word.flag} {text}: {owner.flag} has no parameter {name}{near}")
+            else:
+                values.append(text)
+        if values or not found or owner.kind is bool:
+            yield _Word(word.flag, values)
+        yield from found
+
+
+def _parameter(flag: str, text: str, flags: Mapping[str, FieldInfo]) -> str | None:
+    """The parameter of a flag that a word after it sets, as a flag of two words; None: it is none."""
+    name = f"{flag} {text.partition('=')[0].replace('_', '-')}"
+    return name if name in flags else None
+
+
+def _fields_of_parameter(flag: str) -> tuple[str, ...]:
+    """The fields that a flag of two words may be; none for other flags, and for the form that turns a switch off."""
+    owner, _, name = flag.removeprefix("--").partition(" ")
+    return PARAMETERS.get(owner.replace("-", "_"), {}).get(name.removeprefix("no-"), ())
+
+
 def _note_repeated(first: _Word | None, last: _Word, given: Given) -> None:
     if first is not None and (first.values or first.flag) != (last.values or last.flag):
         one, other = (" ".join([word.flag, *(value or "''" for value in word.values)]) for word in (first, last))
@@ -127,7 +189,7 @@ def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
         given.values[info.name] = _value(word, info) if theirs is None else theirs.value
         if theirs is not None:
             ours = flag_and_value(info.name, theirs.value)
-            given.translated.setdefault(theirs.origin, {})[f"{word.flag} {word.values[0]}"] = ours
+            given.translated.setdefault(theirs.origin, {})[with_value(word.flag, word.values[0])] = ours
     except ValueError as error:
         given.problems.append(str(error))
         given.unread.add(info.name)
@@ -143,11 +205,11 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if info.kind is bool:
         if values:
             raise ValueError(
-                f"{word.flag} {values[0]}: a switch takes no value: use {info.flag} or {_negative(info.flag)}"
+                f"{with_value(word.flag, values[0])}: a switch takes no value: use {info.flag} or {negative(info.flag)}"
             )
         return word.flag in info.flags
     if not values:
-        raise ValueError(f"{word.flag} needs a value: {word.flag} {info.metavar}")
+        raise ValueError(f"{word.flag} needs a value: {with_value(word.flag, info.metavar)}")
     if info.kind is tuple:
         return tuple(values)
     if len(values) > 1:
@@ -163,7 +225,9 @@ def _value(word: _Word, info: FieldInfo) -> Any:
         return _PARSERS.get(info.kind, info.kind)(values[0])  # `validate` checks the range and the choices
     except ValueError:
         expected = "whole number" if info.kind is int else "number"
-        raise ValueError(f"{word.flag} '{values[0]}' is not a {expected}: {_example(values[0], info)}") from None
+        raise ValueError(
+            f"{with_value(word.flag, repr(values[0]))} is not a {expected}: {_example(values[0], info)}"
+        ) from None
 
 
 def _example(text: str, info: FieldInfo) -> str:
@@ -181,7 +245,7 @@ def _example(text: str, info: FieldInfo) -> str:
 
 def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> None:
     if info := flags.get("--" + word.flag.removeprefix("--no-")):  # --no-lr
-        given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.flag} {info.metavar}")
+        given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.usage}")
         return
     if text := other_trainers().advice(word.flag):
         if word.flag not in (names := given.refused.setdefault(text, [])):
@@ -199,7 +263,8 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if near is None:
         given.problems.append(f"{word.flag} is not a flag: --help all lists them")
         return
-    given.problems.append(f"{word.flag} is not a flag: did you mean {near}?")
+    meant = flags[near].flag if flags[near].owner else near
+    given.problems.append(f"{word.flag} is not a flag: did you mean {meant}?")
     given.unread.add(flags[near].name)
 
 
@@ -210,19 +275,15 @@ def flags_by_name(kind: type[Config] = Config) -> dict[str, FieldInfo]:
     """The field of each flag, alias, and `--no-` form of a switch."""
     fields = (*all_fields(kind).values(), *(info for info, _ in setting_files().values()))
     positive = {name: info for info in fields for name in info.flags}
-    return positive | {_negative(name): info for name, info in positive.items() if info.kind is bool}
+    return positive | {negative(name): info for name, info in positive.items() if info.kind is bool}
 
 
 def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     """Each flag with its aliases and, for a switch, the form that turns it off."""
     return {
-        info.flag: (*info.aliases, *([_negative(info.flag)] if info.kind is bool else []))
+        info.flag: (*info.aliases, *([negative(info.flag)] if info.kind is bool else []))
         for info in (*(info for info, _ in setting_files().values()), *all_fields(kind).values())
     }
-
-
-def _negative(flag: str) -> str:
-    return "--no-" + flag.removeprefix("--")
 
 
 def _is_number(text: str) -> bool:

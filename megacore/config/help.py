@@ -21,6 +21,7 @@ from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, sections_of
+from megacore.config.spelling import PARAMETERS, negative
 from megacore.errors import UserError
 
 # The flags of the short page. An entry point shows those that it has.
@@ -210,14 +211,15 @@ class _Page:
         section = sections_of(self.kind)[name]
         yield self._bold(f"[{name}]")
         yield from self._wrapped(str(section.__doc__), indent=0)
-        for info in field_infos(section).values():
-            if info.name not in self.kind.unsupported:
+        fields = field_infos(section)
+        for info in fields.values():
+            if info.name not in self.kind.unsupported and info.owner not in fields:
                 yield ""
                 yield from self._entry(info)
 
     def flag(self, info: FieldInfo) -> Iterator[str]:
         """One flag: its text, its range, and its key in a configuration file."""
-        yield from self._entry(info)
+        yield from self._entry(info, with_aliases=True)
         if info.range is not None:
             yield from self._wrapped(f"Range: {info.range}.", indent=6)
         if info.name not in setting_files():
@@ -229,17 +231,33 @@ class _Page:
         yield f"  {self._bold(f'{flag} {value}')}"
         yield from self._wrapped(text, indent=6)
 
-    def _entry(self, info: FieldInfo) -> Iterator[str]:
-        """A flag with its aliases, its whole text and its default."""
-        text = help_text_of(info, self.kind)
-        if info.kind is bool:
-            names = f"{', '.join(info.flags)}, --no-{info.flag.removeprefix('--')}"
-        else:
-            names = f"{', '.join(info.flags)} {info.metavar}"
-        for number_of_line, line in enumerate(self._wrapped_names(names)):
+    def _entry(self, info: FieldInfo, *, with_aliases: bool = False) -> Iterator[str]:
+        """A flag with its aliases, its whole text and its default, and its parameters; or a parameter."""
+        if info.owner and not with_aliases:
+            yield from self._parameter(info, indent=2)
+            return
+        follows = "" if info.kind is bool else f" {info.metavar}"
+        follows += " [NAME=VALUE...]" if info.name in PARAMETERS else ""
+        names = f"{info.usage}, {', '.join(info.aliases)}" if info.owner else ", ".join(info.flags)
+        names += f", {negative(info.flag)}" if info.kind is bool else ""
+        for number_of_line, line in enumerate(self._wrapped_names(f"{names}{follows}")):
             yield "  " + self._bold(line) if number_of_line == 0 else "  " + line
-        default = f"Default: {text.default}." if text.default else "Required."
-        yield from self._wrapped(f"{text.meaning} {default}", indent=6)
+        yield from self._wrapped(self._meaning(info), indent=6)
+        if info.name in PARAMETERS:
+            section = sections_of(self.kind)[_section_of(info.name, self.kind)]
+            for parameter in field_infos(section).values():
+                if parameter.owner == info.name and parameter.name not in self.kind.unsupported:
+                    yield from self._parameter(parameter, indent=8)
+
+    def _parameter(self, info: FieldInfo, *, indent: int) -> Iterator[str]:
+        """A parameter, in a paragraph of its own."""
+        usage = info.usage.partition(" ")[2]
+        yield from self._wrapped(f"{usage}: {self._meaning(info)}", indent=indent, further=2)
+
+    def _meaning(self, info: FieldInfo) -> str:
+        """The text of a flag, and its default."""
+        text = help_text_of(info, self.kind)
+        return f"{text.meaning} {f'Default: {text.default}.' if text.default else 'Required.'}"
 
     def _wrapped_names(self, names: str) -> list[str]:
         """The names of a flag in lines; no flag is cut at its hyphens."""
@@ -250,8 +268,7 @@ class _Page:
         text = help_text_of(info, self.kind)
         first_sentence = re.split(r"(?<=\.)\s", text.meaning)[0]
         default = f"Default: {text.default}." if text.default else "Required."
-        names = info.flag if info.kind is bool else f"{info.flag} {info.metavar}"
-        yield from self._columns(names, f"{first_sentence} {default}")
+        yield from self._columns(info.usage, f"{first_sentence} {default}")
 
     def _columns(self, left: str, right: str) -> Iterator[str]:
         """Two columns; the right one begins on a new line where the left one is too wide."""
@@ -267,16 +284,16 @@ class _Page:
         yield ""
         yield self._bold(f"{title}:")
 
-    def _wrapped(self, text: str, *, indent: int) -> Iterator[str]:
+    def _wrapped(self, text: str, *, indent: int, further: int = 0) -> Iterator[str]:
         """The text in lines as wide as the page. Flags and numbers are never broken."""
         space = " " * indent
         yield from textwrap.wrap(
             text,
             self.width,
             initial_indent=space,
-            subsequent_indent=space,
+            subsequent_indent=space + " " * further,
             break_on_hyphens=False,
-            break_long_words=False,
+            break_long_words=further > 0,
         )
 
     def _bold(self, text: str) -> str:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megacore.config.fields import flag_and_value
 from megacore.config.given import Given
 from megacore.config.messages import number
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, sections_of
+from megacore.config.spelling import flag_and_value
 
 
 def overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:

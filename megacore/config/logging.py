@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section, field_infos, flag_and_value
+from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.problem import Change, Problem
+from megacore.config.spelling import flag_and_value
 
 _TRACED_STEPS = 3
 
@@ -54,7 +55,7 @@ class LoggingConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
             yield Problem(
-                f"--trace-steps {self.trace_steps} has no effect without --trace",
+                f"--trace steps={self.trace_steps} has no effect without --trace",
                 Change("leave it out", {"trace_steps": None}),
                 Change("use --trace", {"trace": True}),
             )

@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
-from megacore.config.fields import Choices, Flag, Range, Section, flag
+from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
 from megacore.config.problem import Change, Problem, Way, divisors_of, multiples_of
 from megacore.config.rope_factors import parse_factors
+from megacore.config.spelling import flag, flag_and_value
 
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
@@ -58,7 +59,7 @@ class ModelConfig(Section):
     phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b,
     gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r, command-r7b, exaone-4-1.2b, glm-4-9b, minitron-4b,
     seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the model,
-    of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set dropout, --adam-beta2,
+    of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set dropout, --optimizer beta2,
     --weight-decay and --min-lr. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks."""
@@ -155,19 +156,18 @@ class ModelConfig(Section):
     rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",))] = 1.0
     """yarn fully scales frequencies with fewer turns over the original context."""
     rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",))] = None
-    """yarn multiplies rotated queries and keys by m(this) / m(--rope-mscale-all-dim), where m(x) = 0.1 x
-    log(--rope-scaling-factor) + 1. Default: none; without both, the factor is m(1)."""
+    """yarn multiplies rotated queries and keys by m(this) / m(mscale-all-dim), where m(x) = 0.1 x log(factor) + 1.
+    Default: none; without both, that is m(1)."""
     rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",))] = None
-    """The divisor in --rope-mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default:
-    none."""
+    """The divisor in mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default: none."""
     rope_attention_factor: Annotated[float | None, Range(above=0)] = None
-    """yarn and longrope multiply rotated queries and keys by this. Default: --rope-mscale's for yarn; sqrt(1 +
-    log(--rope-scaling-factor) / log(--rope-original-max-positions)) for longrope."""
+    """yarn and longrope multiply rotated queries and keys by this. Default: that of mscale for yarn; sqrt(1 +
+    log(factor) / log(original-max-positions)) for longrope."""
     rope_truncate: bool = True
-    """yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
+    """yarn rounds the bounds of beta-fast and beta-slow to whole pairs of dimensions."""
     rope_short_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
-    """longrope's divisors of the frequencies in sequences of at most --rope-original-max-positions tokens: one per
-    rotated pair of dimensions. Default: none; longrope requires it."""
+    """longrope's divisors of the frequencies in sequences of at most original-max-positions tokens: one per rotated
+    pair of dimensions. Default: none; longrope requires it."""
     rope_long_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
     """longrope's divisors in longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
@@ -317,7 +317,7 @@ class ModelConfig(Section):
                 )
         if self.qk_layernorm and self.qk_layernorm_all_heads and self.qk_layernorm_per_head:
             yield (
-                "--qk-layernorm-all-heads normalises all heads together, and --qk-layernorm-per-head each by itself: "
+                "--qk-layernorm all-heads normalises all heads together, and per-head each by itself: "
                 "leave one of them out"
             )
         if "attention_pattern" not in wrong:
@@ -382,10 +382,10 @@ class ModelConfig(Section):
         yield from self.without_effect(names, wrong, given, f"attention without {given}")
         for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
             if name not in wrong and getattr(self, name) not in (None, value):
-                yield f"{flag(name)} {getattr(self, name)} has no effect with {given}: leave it out"
+                yield f"{flag_and_value(name, getattr(self, name))} has no effect with {given}: leave it out"
         if "qk_rope_head_dim" not in wrong and self.qk_rope_head_dim % 2:
             near = one_of(nearest_multiples(self.qk_rope_head_dim, 2))
-            yield f"--qk-rope-head-dim {self.qk_rope_head_dim} is rotated in pairs: use {near}"
+            yield f"--multi-latent-attention qk-rope-head-dim={self.qk_rope_head_dim} is rotated in pairs: use {near}"
 
     @property
     def idle_fields(self) -> dict[str, str]:
@@ -430,19 +430,18 @@ class ModelConfig(Section):
             return
         if scaling in ("dynamic", "llama3", "yarn", "longrope") and self.rope_original_max_positions is None:
             yield (
-                f"--rope-scaling {scaling} needs --rope-original-max-positions: set it to the context in tokens "
-                "before scaling"
+                f"--rope-scaling {scaling} needs original-max-positions: set it to the context in tokens before scaling"
             )
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if scaling == "llama3" and not wrong & {*_LLAMA3_FIELDS} and low >= high:
             yield (
-                f"--rope-low-freq-factor {low:g} must be below --rope-high-freq-factor {high:g}: "
+                f"--rope-scaling low-freq-factor={low:g} must be below high-freq-factor={high:g}: "
                 "use, for example, 1 and 4 (the defaults)"
             )
         fast, slow = self.rope_beta_fast, self.rope_beta_slow
         if scaling == "yarn" and not wrong & {*_YARN_FIELDS} and fast <= slow:
             yield (
-                f"--rope-beta-fast {fast:g} must be above --rope-beta-slow {slow:g}: use, for example, 32 and 1 (the "
+                f"--rope-scaling beta-fast={fast:g} must be above beta-slow={slow:g}: use, for example, 32 and 1 (the "
                 "defaults)"
             )
         names = {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}
@@ -456,7 +455,7 @@ class ModelConfig(Section):
     def _longrope(self) -> Iterator[str]:
         pairs = self.rotary_dimensions // 2
         if self.rope_original_max_positions == 1:
-            yield "--rope-original-max-positions 1 is too short for --rope-scaling longrope: use 2 or more"
+            yield "--rope-scaling original-max-positions=1 is too short for --rope-scaling longrope: use 2 or more"
         for name in _LONGROPE_FIELDS:
             text = getattr(self, name)
             try:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megacore.config.fields import Range, Section, field_infos, flag_and_value
+from megacore.config.fields import Range, Section, field_infos
 from megacore.config.messages import number, one_of
 from megacore.config.model import ModelConfig
+from megacore.config.spelling import flag_and_value
 
 _OPTIMIZERS = ("adamw", "adam", "lion")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.fields import flag_and_value
 from megacore.config.schema import ResolvedConfig
+from megacore.config.spelling import flag_and_value
 
 
 def without_effect(config: ResolvedConfig, typed: Mapping[str, Any]) -> Iterator[str]:

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from megacore.config.fields import Choices, Flag, Range, Section, flag, use
+from megacore.config.fields import Choices, Flag, Range, Section, use
 from megacore.config.lr_styles import LR_DECAY_STYLES
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
+from megacore.config.spelling import flag, flag_and_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,9 @@ class OptimizerConfig(Section):
     """The optimizer, its schedules and clipping."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer. adamw: Adam with decoupled weight decay. adam: with weight decay in the gradient. sgd: with
-    --sgd-momentum. lion: Lion. lamb: LAMB. onebitadam: 1-bit Adam. onebitlamb: 1-bit LAMB. muon: Muon for the matrices
-    of blocks, AdamW for the rest. adafactor: Adafactor. The section of its name has its settings
+    """Optimizer. adamw: Adam with decoupled weight decay. adam: with weight decay in the gradient. sgd: with momentum.
+    lion: Lion. lamb: LAMB. onebitadam: 1-bit Adam. onebitlamb: 1-bit LAMB. muon: Muon for the matrices of blocks, AdamW
+    for the rest. adafactor: Adafactor. Its settings are parameters, which the section of its name lists
     (docs/reference/optimizers.md)."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
@@ -34,13 +35,13 @@ class OptimizerConfig(Section):
     decoupled_min_lr: Annotated[float | None, Range(0)] = None
     """Their learning rate at the end of the decay. At most --decoupled-lr. Default: --min-lr."""
     lr_decay_style: Annotated[str, Choices(LR_DECAY_STYLES)] = "cosine"
-    """Decay of the learning rate from --lr to --min-lr. WSD: constant, then a decay over the last --lr-wsd-decay-iters
-    steps. polynomial: with --lr-decay-power. cosine-restarts: back to --lr after every --lr-restart-iters steps.
-    1cycle: up and down, while the momentum goes down and up."""
+    """Decay of the learning rate from --lr to --min-lr. WSD: constant, then a decay over the last wsd-decay-iters
+    steps. polynomial: with power. cosine-restarts: back to --lr after every restart-iters steps. 1cycle: up and down,
+    while the momentum goes down and up."""
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Steps over which the learning rate rises from --lr-warmup-init to --lr."""
+    """Steps over which the learning rate rises from init to --lr."""
     lr_warmup_style: Literal["linear", "log"] = "linear"
     """Shape of the warm-up. log: --lr x log(step) / log(--lr-warmup-iters)."""
     lr_warmup_init: Annotated[float | None, Range(0)] = None
@@ -60,19 +61,18 @@ class OptimizerConfig(Section):
     lr_cycle_style: Literal["cosine", "linear"] = "cosine"
     """Shape of the rise and the fall of 1cycle."""
     lr_range_test: bool = False
-    """Range test instead of training: the rate rises exponentially from --lr-range-test-start to --lr, and
+    """Range test instead of training: the rate rises exponentially from start to --lr, and
     OUTPUT_DIR/lr_range_test.svg shows the losses (docs/reference/optimizers.md)."""
     lr_range_test_start: Annotated[float, Range(above=0)] = 1e-7
     """First learning rate of --lr-range-test. Below --lr."""
     weight_decay: Annotated[float, Range(0)] = 0.1
     """Weight decay of matrices. Biases and norm weights have none, unless --param-group says so."""
     start_weight_decay: Annotated[float | None, Range(0)] = None
-    """Weight decay at the first step, with --weight-decay-incr-style linear or cosine. Default: none."""
+    """Weight decay at the first step, with style=linear or cosine. Default: none."""
     end_weight_decay: Annotated[float | None, Range(0)] = None
-    """Weight decay at --train-iters, with --weight-decay-incr-style linear or cosine. Default: none."""
+    """Weight decay at --train-iters, with style=linear or cosine. Default: none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from --start-weight-decay to
-    --end-weight-decay."""
+    """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from start to end."""
     param_group: Annotated[tuple[str, ...], Flag(metavar="PATTERN:SETTINGS")] = ()
     """Other rates for parameters whose global names match PATTERN: lr=FACTOR, weight-decay=FACTOR and
     vector-decay=FACTOR, separated by commas, or freeze. The first match applies (docs/reference/optimizers.md)."""
@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
             yield (
                 "--lr-decay-style WSD needs the length of its final decay: "
-                "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
+                "use --lr-decay-style wsd-decay-iters, for example with a tenth of --train-iters"
             )
         if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
             given = f"--lr-decay-style {self.lr_decay_style}"
@@ -162,28 +162,31 @@ class OptimizerConfig(Section):
         if peak is None:
             if least is not None:
                 yield (
-                    f"--decoupled-min-lr {number(least)} has no effect without --decoupled-lr: leave it out, or use "
+                    f"--decoupled-lr min={number(least)} has no effect without --decoupled-lr: leave it out, or use "
                     "--decoupled-lr"
                 )
             return
         if (end := self.end_lr if least is None else least) > peak:
             follows = "" if least is not None else ", which is that of --min-lr,"
             yield (
-                f"--decoupled-min-lr {number(end)}{follows} must be at most --decoupled-lr {number(peak)}: use "
-                f"--decoupled-min-lr {number(peak)} or less, or a larger --decoupled-lr"
+                f"--decoupled-lr min={number(end)}{follows} must be at most --decoupled-lr {number(peak)}: use "
+                f"--decoupled-lr min={number(peak)} or less, or a larger --decoupled-lr"
             )
         for name, first in (("lr_warmup_init", self.lr_warmup_init), ("lr_range_test_start", self.lr_range_test_start)):
             is_read = self.lr_range_test == (name == "lr_range_test_start")
             if is_read and first is not None and first > peak:
                 yield (
-                    f"{flag(name)} {number(first)} must be at most --decoupled-lr {number(peak)}: use {flag(name)} "
-                    f"{number(peak)} or less, or a larger --decoupled-lr"
+                    f"{flag_and_value(name, first)} must be at most --decoupled-lr {number(peak)}: use "
+                    f"{flag_and_value(name, peak)} or less, or a larger --decoupled-lr"
                 )
 
     def _schedule_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"lr", "lr_warmup_init"} and (first := self.lr_warmup_init or 0.0) > self.lr:
             lr = number(self.lr)
-            yield f"--lr-warmup-init {number(first)} must be at most --lr {lr}: use --lr-warmup-init {lr} or less"
+            yield (
+                f"--lr-warmup-iters init={number(first)} must be at most --lr {lr}: use --lr-warmup-iters init={lr} "
+                "or less"
+            )
         if self.lr_warmup_init and self.lr_warmup_iters == 0 and not wrong & {"lr_warmup_init", "lr_warmup_iters"}:
             given = "--lr-warmup-iters 0"
             yield from self.without_effect(("lr_warmup_init",), wrong, given, "--lr-warmup-iters 1 or more")
@@ -192,7 +195,7 @@ class OptimizerConfig(Section):
                 yield from self.without_effect(("lr_range_test_start",), wrong, "--no-lr-range-test", "--lr-range-test")
             elif not wrong & {"lr", "lr_range_test_start"} and self.lr_range_test_start >= self.lr:
                 yield (
-                    f"--lr-range-test-start {number(self.lr_range_test_start)} must be below --lr {number(self.lr)}, "
+                    f"--lr-range-test start={number(self.lr_range_test_start)} must be below --lr {number(self.lr)}, "
                     "the last rate of the test: use a smaller one, or a larger --lr"
                 )
         if "lr_decay_style" not in wrong:
@@ -213,7 +216,7 @@ class OptimizerConfig(Section):
             yield from self.without_effect(("lr_warmup_style",), wrong, given, "another style")
         restarts = self.lr_decay_style == "cosine-restarts"
         if restarts and self.lr_restart_iters is None and "lr_restart_iters" not in wrong:
-            yield f"{given} needs the length of its first cycle: use --lr-restart-iters"
+            yield f"{given} needs the length of its first cycle: use --lr-decay-style restart-iters"
         if self.lr_decay_style == "1cycle" and self.lr_warmup_iters == 0 and "lr_warmup_iters" not in wrong:
             yield f"{given} needs a rise: use --lr-warmup-iters, for example with three tenths of --train-iters"
 
@@ -221,11 +224,11 @@ class OptimizerConfig(Section):
         names = ("start_weight_decay", "end_weight_decay")
         if wrong & {*names, "weight_decay_incr_style"}:
             return
-        given = f"--weight-decay-incr-style {self.weight_decay_incr_style}"
+        given = f"--weight-decay style={self.weight_decay_incr_style}"
         if self.weight_decay_incr_style == "constant":
-            yield from self.without_effect(names, wrong, given, "--weight-decay-incr-style linear or cosine")
+            yield from self.without_effect(names, wrong, given, "--weight-decay style=linear or cosine")
         elif missing := [flag(name) for name in names if getattr(self, name) is None]:
-            example = "--start-weight-decay 0 --end-weight-decay 0.1"
+            example = "--weight-decay start=0 end=0.1"
             yield f"{given} needs {' and '.join(missing)}: use for example {example}"
 
 

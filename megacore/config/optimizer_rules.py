@@ -29,7 +29,7 @@ def _moments(config: Config, world_size: int) -> Iterator[str]:
     chosen, dtype = config.optimizer.optimizer, config.adamw.moments_dtype
     if dtype != "fp32" and "adamw" in config.optimizer_settings.shares:  # others have no use for [adamw] at all
         yield Problem(
-            f"--moments-dtype {dtype} is not possible with --optimizer {chosen}",
+            f"--optimizer moments-dtype={dtype} is not possible with --optimizer {chosen}",
             Change("leave it out", {"moments_dtype": "fp32"}),
             Change("--optimizer adamw", {"optimizer": "adamw"}),
         )

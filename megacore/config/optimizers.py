@@ -196,7 +196,7 @@ class SGDConfig(OptimizerSettings):
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
-            yield "--sgd-nesterov has no effect with --sgd-momentum 0: leave it out, or use --sgd-momentum 0.9"
+            yield "--optimizer nesterov has no effect with momentum=0: leave it out, or use --optimizer momentum=0.9"
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -232,8 +232,8 @@ class LambConfig(OptimizerSettings):
         least, most = self.lamb_min_coeff, self.lamb_max_coeff
         if not wrong & {"lamb_min_coeff", "lamb_max_coeff"} and most is not None and most < least:
             yield (
-                f"--lamb-max-coeff {number(most)} must be at least --lamb-min-coeff {number(least)}: use "
-                f"--lamb-max-coeff {number(least)} or more"
+                f"--optimizer max-coeff={number(most)} must be at least min-coeff={number(least)}: use "
+                f"--optimizer max-coeff={number(least)} or more"
             )
 
     @property
@@ -283,8 +283,8 @@ class OneBitLambConfig(OptimizerSettings):
         least, most = self.onebit_factor_min, self.onebit_factor_max
         if not wrong & {"onebit_factor_min", "onebit_factor_max"} and most < least:
             yield (
-                f"--onebit-factor-max {number(most)} must be at least --onebit-factor-min {number(least)}: use "
-                f"--onebit-factor-max {number(least)} or more"
+                f"--optimizer factor-max={number(most)} must be at least factor-min={number(least)}: use "
+                f"--optimizer factor-max={number(least)} or more"
             )
 
     @property

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Flag, Range, Section, flag_and_value
+from megacore.config.fields import Flag, Range, Section
 from megacore.config.problem import Change, Problem, Values
+from megacore.config.spelling import flag_and_value
 
 AUTO_SCHEDULE = "auto"
 """The value of `--schedule` before a schedule is chosen."""

@@ -54,8 +54,8 @@ class PrecisionConfig(Section):
             return
         if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
             yield (
-                f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
-                f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
+                f"--loss-scale initial={number(self.initial_loss_scale)} must be at least "
+                f"min={number(self.min_loss_scale)}: use --loss-scale initial={number(self.min_loss_scale)} or more"
             )
 
     def _initial_scale_if_set(self) -> tuple[str, ...]:

@@ -12,15 +12,11 @@ from typing import Any, Self
 
 from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.nodes import torchrun_flags
+from megacore.config.spelling import flag, with_value
 
 WORLD_SIZE = "world_size"
 """The number of processes, where a field is meant otherwise."""
 _TRIED = 160  # values of a way out, at most
-
-
-def flag(name: str) -> str:
-    """The flag of a field: `num_layers` -> `--num-layers`."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ class Values:
         if self.name == WORLD_SIZE:
             noun = "process" if named == [1] else "processes"
             return f"start {text} {noun} (torchrun {torchrun_flags(*named)}; for a plan --world-size)"
-        return text if self.bare and is_first else f"{flag(self.name)} {text}"
+        return text if self.bare and is_first else with_value(flag(self.name), text)
 
 
 def divisors_of(name: str, near: int, number: int, *, bare: bool = False) -> Values:

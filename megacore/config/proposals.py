@@ -12,20 +12,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from megacore.config.fields import flag_and_value
-from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, flag, message
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, message
+from megacore.config.spelling import fields_in, flag, flag_and_value
 
 Changes = Mapping[str, Any]
 Recheck = Callable[[Changes], Sequence[str]]
 """The violated constraints after fields have other values."""
 
-_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
 _LATER = 0.25  # of distance, for each value of a field that is nearer
@@ -244,7 +242,7 @@ def _combined(changes: Changes) -> str:
 def fields_of(problem: str) -> frozenset[str]:
     """The fields that a constraint is about."""
     said = problem.said if isinstance(problem, Problem) else problem.partition(": ")[0]
-    named = {found.removeprefix("--").replace("-", "_") for found in _FLAG.findall(said)}
+    named = fields_in(said)
     also = problem.about if isinstance(problem, Problem) else frozenset()
     return also | named | {way.name for way in _ways(problem) if isinstance(way, Values)}
 

@@ -46,7 +46,7 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
         yield f"--num-attention-heads {heads}"
     shares = count % model.query_groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
     if model.query_groups % count and not shares:
-        whole = " with --qk-layernorm-all-heads" if model.qk_layernorm_all_heads else ""
+        whole = " with --qk-layernorm all-heads" if model.qk_layernorm_all_heads else ""
         yield f"--num-query-groups {model.query_groups}{whole}"
     if inner % count:
         yield f"--ffn-hidden-size {inner}"

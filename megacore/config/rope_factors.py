@@ -1,4 +1,4 @@
-"""The notation of --rope-short-factors and --rope-long-factors: a number for each rotated pair of dimensions."""
+"""The notation of the factors of --rope-scaling longrope: a number for each rotated pair of dimensions."""
 
 from __future__ import annotations
 

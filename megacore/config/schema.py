@@ -22,7 +22,7 @@ from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
-from megacore.config.fields import Section, field_infos, flag_and_value
+from megacore.config.fields import Section, field_infos
 from megacore.config.logging import LoggingConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
@@ -45,6 +45,7 @@ from megacore.config.parameter_groups import ParameterGroups
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.rampup import BatchSizes, RampupConfig
+from megacore.config.spelling import flag_and_value
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
 from megacore.config.training import ResolvedTraining, TrainingConfig

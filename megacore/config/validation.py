@@ -19,7 +19,7 @@ from megacore.config.data_rules import DATA_RULES
 from megacore.config.dimensions import degree_fields, fill_degrees
 from megacore.config.duration_rules import DURATION_RULES
 from megacore.config.expert_rules import EXPERT_RULES
-from megacore.config.fields import Section, flag
+from megacore.config.fields import Section
 from megacore.config.layout_rules import LAYOUT_RULES
 from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
@@ -27,6 +27,7 @@ from megacore.config.proposals import with_tried_ways
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
 from megacore.config.search_start import Searched, nearest_start, with_other_values
+from megacore.config.spelling import flag
 
 _RULES = [
     *chain(

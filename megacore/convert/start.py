@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.config import ExpertsConfig, ResolvedConfig
 from megacore.config.experts import differing_experts
-from megacore.config.fields import flag
 from megacore.config.model import differing
+from megacore.config.spelling import flag_and_value
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
 from megacore.errors import CheckpointError, ConfigError
 from megacore.models.hf.families import family_of
@@ -70,13 +70,13 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
     directory = open_directory(Path(path), ignored_fields(config.checkpoint.ignore_config_field))
     there = family_of(directory.config, directory.where).to_model(directory.config, directory.where)
     problems = [
-        f"{flag(name)} {getattr(config.model, name)} contradicts {directory.where}, which makes it "
+        f"{flag_and_value(name, getattr(config.model, name))} contradicts {directory.where}, which makes it "
         f"{getattr(there, name)}: leave the flag out, or leave --init-from-hf out"
         for name in differing(there, config.model)
     ]
     experts = there.experts or ExpertsConfig()
     problems += [
-        f"{flag(name)} {getattr(config.experts, name)} contradicts {directory.where}, which makes it "
+        f"{flag_and_value(name, getattr(config.experts, name))} contradicts {directory.where}, which makes it "
         f"{getattr(experts, name)}: leave the flag out, or leave --init-from-hf out"
         for name in differing_experts(experts, config.model.experts)
     ]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedModel
-from megacore.config.fields import flag_and_value
 from megacore.config.messages import divisors, one_of
 from megacore.config.model import differing, padded_rows
+from megacore.config.spelling import flag_and_value
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.dcp_files import write_dcp
 from megacore.convert.megatron import open_megatron

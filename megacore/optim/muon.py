@@ -35,8 +35,8 @@ class Muon(Optimizer[MuonConfig]):
         if mesh.backend != "fake" and not any(all_gather_objects(bool(whole), mesh.world)):
             raise ConfigError(
                 [
-                    f"--muon-parameters {self.settings.muon_parameters}: no matrix has such a name, so that Muon would "
-                    "be AdamW: use a pattern of the global names, such as blocks.*"
+                    f"--optimizer parameters={self.settings.muon_parameters}: no matrix has such a name, so that Muon "
+                    "would be AdamW: use a pattern of the global names, such as blocks.*"
                 ]
             )
         self._segment = {local.run: local for local in whole}

@@ -254,7 +254,7 @@ class WeightUpdate:
             raise TrainingDiverged(
                 f"{spike}, a spike for {counted(self.guard.in_a_row, 'step')} in a row "
                 f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged "
-                f"({self.largest_weight()}): use a smaller --lr, --clip-grad-adaptive or a larger --spike-threshold"
+                f"({self.largest_weight()}): use a smaller --lr, --clip-grad-adaptive or a larger --on-spike threshold"
                 f"{self._earlier_checkpoint(step)}"
             )
 
@@ -359,7 +359,7 @@ class WeightUpdate:
             before = self.scaler.scale
             if not self.scaler.overflow():
                 raise TrainingDiverged(
-                    f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale {before:g} "
+                    f"{where} overflowed fp16 even at the smallest loss scale, --loss-scale min={before:g} "
                     f"({self.largest_weight()}): the run diverges. Use --precision bf16, a smaller --lr or a longer "
                     f"warm-up{self._earlier_checkpoint(step)}"
                 )
@@ -384,7 +384,7 @@ class WeightUpdate:
         scale, found = self.scaler.scale, list[str]()
         if loss_is_finite and scale != 1.0:
             dynamic = self.scaler.dynamic
-            found.append(f"--initial-loss-scale {scale:g}" if dynamic else f"a smaller --loss-scale than {scale:g}")
+            found.append(f"--loss-scale initial={scale:g}" if dynamic else f"a smaller --loss-scale than {scale:g}")
         found += ["--precision bf16"] if self._fp16 else []
         start = ["--init-method-std 0.02", "other weights to start from"]
         return one_of([*found, *(["a smaller --lr", "a longer warm-up", "--clip-grad"] if self.updates else start)])

@@ -164,11 +164,11 @@ def why_not_compile(backend: Backend, device: torch.device) -> str | None:
     if shutil.which(compiler) is None:
         return (
             f"needs a C++ compiler on the CPU, and {compiler} is not installed: install it (Debian: apt install "
-            "g++), let CXX name another one, use --compile-backend aot-eager, or leave --compile out"
+            "g++), let CXX name another one, use --compile backend=aot-eager, or leave --compile out"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return (
             "needs Python's C headers on the CPU, and they are not installed: install them (Debian: apt install "
-            "python3-dev), use --compile-backend aot-eager, or leave --compile out"
+            "python3-dev), use --compile backend=aot-eager, or leave --compile out"
         )
     return None

@@ -17,9 +17,10 @@ from typing import Any
 
 from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertSection
-from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import sections_of
+from megacore.config.spelling import flag_and_value
 from megacore.models.flops import blocks_of
 from megacore.models.outline import ModelLayer
 from megacore.models.size import active_parameters, block_parameters

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.config import Config
-from megacore.config.fields import FieldInfo, flag_and_value
+from megacore.config.fields import FieldInfo
 from megacore.config.flags import all_fields
 from megacore.config.messages import counted, did_you_mean, one_of
+from megacore.config.spelling import flag_and_value
 from megacore.files import read_bounded
 from megacore.plan.plan_json import REPORT
 

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, violations
 from megacore.config.dimensions import degree_fields
-from megacore.config.fields import flag, flag_and_value
 from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.problem import Problem
 from megacore.config.proposals import fields_of
+from megacore.config.spelling import flag, flag_and_value
 from megacore.plan.cluster import Cluster
 from megacore.plan.search import Found, search
 from megacore.plan.search_space import (

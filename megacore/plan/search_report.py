@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megacore.config.fields import flag_and_value
 from megacore.config.messages import counted
+from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.plan.checked import APART, checked_line, checked_steps, is_small
 from megacore.plan.compare import compared, verdict

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining, violations
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.fields import flag_and_value
 from megacore.config.messages import at_most, divisors, one_of
+from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import block_bytes

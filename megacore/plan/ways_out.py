@@ -17,9 +17,10 @@ from typing import Any
 
 from megacore.config import ExpertsConfig, ModelConfig, ParallelConfig, ResolvedConfig, violations
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.messages import counted, divisors
 from megacore.config.schema import section_of
+from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.schedule_choice import is_auto

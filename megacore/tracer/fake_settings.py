@@ -24,6 +24,6 @@ def unfit_values(values: Mapping[str, Any]) -> Iterator[str]:
         )
     if values.get("moments_dtype") == "int8":
         yield (
-            "--moments-dtype int8: which blocks of moments ranks share follows from numbers that fake tensors do not "
-            "have; use --moments-dtype bf16, or --dry-run without full"
+            "--optimizer moments-dtype=int8: which blocks of moments ranks share follows from numbers that fake "
+            "tensors do not have; use --optimizer moments-dtype=bf16, or --dry-run without full"
         )

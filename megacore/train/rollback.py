@@ -81,9 +81,9 @@ class Rollbacks:
             )
         if len(self.done) >= self._options.max_rollbacks:
             raise TrainingDiverged(
-                f"{happened}: there were {len(self.done)} rollbacks already (--max-rollbacks "
-                f"{self._options.max_rollbacks}): {earlier}. Look at these samples; use a larger --max-rollbacks to "
-                "continue, or a smaller --lr"
+                f"{happened}: there were {len(self.done)} rollbacks already (--on-spike "
+                f"max-rollbacks={self._options.max_rollbacks}): {earlier}. Look at these samples; use a larger "
+                "--on-spike max-rollbacks to continue, or a smaller --lr"
             )
         further = self._options.spike_skip_batches * self._batch
         self.done.append(Rollback(from_step, to_step, first_sample, stop_sample + further))
@@ -91,7 +91,7 @@ class Rollbacks:
 
     def _way_to_skip_more(self, newest_step: int) -> str:
         """What to start, for the message. `extend` needs the checkpoint that the rollback saved."""
-        last, skip = self.done[-1], f"a larger --spike-skip-batches than {self._options.spike_skip_batches}"
+        last, skip = self.done[-1], f"a larger --on-spike skip-batches than {self._options.spike_skip_batches}"
         if newest_step == last.to_step:
             return f"resume with --load auto and {skip}"
         return f"resume from the checkpoint of step {last.to_step}, in a new --output-dir, with {skip}"
@@ -105,7 +105,7 @@ class Rollbacks:
         self.done = rollbacks_of(series)
 
     def extend(self, manifest: Manifest) -> Rollback | None:
-        """Apply a larger --spike-skip-batches to the last rollback, if the run continues right after it.
+        """Apply a larger --on-spike skip-batches to the last rollback, if the run continues right after it.
 
         Args:
             manifest: of the checkpoint that the run continues from.

@@ -26,8 +26,9 @@ from megacore.checkpoint import MANIFEST_NAME
 from megacore.config import ResolvedConfig, sections_of
 from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import degrees_of, describe_rank
-from megacore.config.fields import field_infos, flag
+from megacore.config.fields import field_infos
 from megacore.config.messages import ranks_in_words
+from megacore.config.spelling import flag, with_value
 from megacore.data import bin_path, idx_path, local_prefix, tokenizer_of
 from megacore.errors import ConfigError, DataError
 from megacore.models.outline import ModelLayer
@@ -158,7 +159,7 @@ def differences(everyone: list[Facts]) -> list[str]:
         if len(ranks_of) > 1:
             different[name] = ranks_of
     lines = [
-        f"{_who(ranks, usual)}: {name} {value}, {ranks_in_words(ranks_of[usual[name]])}: {usual[name]}"
+        f"{_who(ranks, usual)}: {with_value(name, value)}, {ranks_in_words(ranks_of[usual[name]])}: {usual[name]}"
         for name, ranks_of in different.items()
         for value, ranks in ranks_of.items()
         if value != usual[name]

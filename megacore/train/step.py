@@ -322,7 +322,8 @@ class TrainStep:
 
     @section(Phase.EVALUATE)
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
-        """The task's evaluation over global batches, with --eval-ema of the average of the weights; dropout is off.
+        """The task's evaluation over global batches, with --ema-decay eval of the average of the weights; dropout is
+        off.
 
         Args:
             batches: this replica's microbatches of each, on the device.

@@ -96,7 +96,7 @@ class _Noted(AbstractContextManager["_Noted"]):
 
 
 class Tracer(Callback):
-    """Traces the steps that `--trace` and `--trace-steps` ask for, if any.
+    """Traces the steps that `--trace` and `--trace steps` ask for, if any.
 
     Args:
         config: resolved.

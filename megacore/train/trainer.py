@@ -123,7 +123,7 @@ class Trainer:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
         if self.extended is not None:
-            self.report.say(f"  {'rollback':<10}skips more by --spike-skip-batches: {self.extended}")
+            self.report.say(f"  {'rollback':<10}skips more by --on-spike skip-batches: {self.extended}")
         try:
             with self.stop_requests, self.saving:
                 if self.config.training.skip_train:

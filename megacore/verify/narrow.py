@@ -24,11 +24,12 @@ from megacore.config import (
     ResolvedPrecision,
 )
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.fields import field_infos
 from megacore.config.model import ResolvedModel
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.rope_factors import parse_factors, written_factors
 from megacore.config.schema import sections_of
+from megacore.config.spelling import flag_and_value
 
 WARMUP_STEPS = 4
 STEPS = 3

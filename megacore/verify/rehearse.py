@@ -30,13 +30,13 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, refusal
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.dry_run_flags import REHEARSE
-from megacore.config.fields import flag, flag_and_value
 from megacore.config.flags import all_fields
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.nodes import launcher_number
 from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
 from megacore.config.rampup import Ramp, RampupConfig
+from megacore.config.spelling import flag, flag_and_value
 from megacore.config.starting import StartConfig
 from megacore.config.toml import save_toml
 from megacore.config.validation import violations

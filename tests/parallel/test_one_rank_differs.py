@@ -103,7 +103,7 @@ def test_every_key_that_differs_on_one_rank_is_named_at_launch(tmp_path: Path) -
 LAYERS: dict[str, Any] = {"layers": [Layer("a", nn.Linear, 6, 6), Layer("drop", nn.Dropout, 0.1)], "loss": F.mse_loss}
 ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": OptimizerConfig(lr=2e-3, min_lr=1e-4)}, "--lr 0.002, {others}: 0.001"),
-    ({"optimizer_settings": AdamWConfig(adam_eps=1e-6)}, "--adam-eps 1e-06, {others}: 1e-08"),
+    ({"optimizer_settings": AdamWConfig(adam_eps=1e-6)}, "--optimizer eps=1e-06, {others}: 1e-08"),
     ({"precision": PrecisionConfig(precision="bf16")}, "--precision bf16, {others}: fp32"),
     ({"seed": 5}, "--seed 5, {others}: 1234"),
     ({"parallel": ParallelConfig(dp=3, zero_stage=2, device="cpu")}, "--zero-stage 2, {others}: 0"),

@@ -107,12 +107,12 @@ def test_the_tool_starts_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_guards_that_change_updates_are_compared_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Adaptive clipping takes part; the spike guard is off, because a skipped step has nothing to compare."""
-    clips = "--clip-grad 0 --clip-grad-adaptive --clip-grad-z-threshold 0.001 --lr-warmup-iters 100"
-    skips = "--on-spike skip --spike-window 4 --spike-threshold 0.001"
+    clips = "--clip-grad 0 --clip-grad-adaptive --clip-grad-adaptive z-threshold=0.001 --lr-warmup-iters 100"
+    skips = "--on-spike skip --on-spike window=4 --on-spike threshold=0.001"
     assert main([*f"{GPT} {clips} {skips}".split(), "--json", str(tmp_path / "result.json")]) == 0
     output = capsys.readouterr().out
     assert "torch.optim.AdamW on its gradients: agree" in output
-    assert "--clip-grad-warmup-iters 25 -> 4" in output and "--on-spike skip -> none" in output
+    assert "--clip-grad-adaptive warmup-iters=25 -> 4" in output and "--on-spike skip -> none" in output
     assert "not covered: the spike guard (--on-spike)" in output
     compared = json.loads((tmp_path / "result.json").read_text())["result"]["rows"]
     assert [row["step"] for row in compared if row["kind"] == "clip limit"]

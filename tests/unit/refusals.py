@@ -10,6 +10,7 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig, cli
 from megacore.config.cli import parse_config
+from megacore.config.spelling import PARAMETERS, own_flag
 
 GOOD = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
 Refuse = Callable[..., str]
@@ -69,6 +70,16 @@ _COMBINED = re.compile(
 _START = re.compile(r"(?:, and )?start (\d+)(?: or (\d+))? process.*")
 
 
+_PARAMETER = re.compile(r"--([a-z0-9-]+) ([a-z0-9-]+)(=|(?=[ ,.:)]|$))")
+
+
+def _own_flag(found: re.Match[str]) -> str:
+    """`--rope-scaling factor=4` as `--rope-scaling-factor 4`; other flags as they are."""
+    owner, name, equals = found.groups()
+    fields = PARAMETERS.get(field_of(owner), {}).get(name)
+    return own_flag(fields[0]) + (" " if equals else "") if fields else found[0]
+
+
 def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
@@ -82,7 +93,7 @@ def _value(text: str) -> Any:
 
 def proposals(problem: str) -> Iterator[dict[str, Any]]:
     """Every change of values that a message proposes in numbers; `world_size` stands for the processes."""
-    said, _, ways = problem.partition(": ")
+    said, _, ways = _PARAMETER.sub(_own_flag, problem).partition(": ")
     for way in _OR.split(ways.removeprefix("use ")):
         way, start = _START.sub("", way), _START.search(way)
         processes: list[dict[str, Any]] = [{"world_size": int(n)} for n in start.groups() if n] if start else [{}]

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import Config, ResolvedConfig
-from megacore.config.flags import all_fields
+from megacore.config.flags import all_fields, read_flags
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.schema import section_of
+from megacore.config.spelling import OWNERS, flag, negative, own_flag
 from megacore.errors import ConfigError, DataError
 from tests.patience import patience
 from tests.unit import refusals
@@ -26,27 +30,62 @@ alone, refuse = refusals.alone, refusals.refuse  # fixtures
 
 
 # Flags without which a flag is refused.
-ROPE = ["--position-embedding-type", "rope"]
-YARN = [*ROPE, "--rope-scaling", "yarn", "--rope-original-max-positions", "8"]
-LATENT = [*ROPE, "--multi-latent-attention", "--disable-bias-linear"]
 NEEDED = {
-    "wandb_name": ["--wandb-project", "a"],
     "etp": ["--num-experts", "2", "--disable-bias-linear"],
     "moe_shared_expert_size": ["--num-experts", "2", "--disable-bias-linear"],
-    **dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim"), YARN),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), LATENT),
 }
 
 
 def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
     values = {"norm_epsilon": "1e-3", "tokenizer": str(tmp_path), "output_dir": str(tmp_path)}
-    values |= {"qk_rope_head_dim": "8", "rope_beta_fast": "64"}
-    aliased = [info for info in all_fields().values() if info.aliases]
+    aliased = [info for info in all_fields().values() if info.aliases and info.owner is None]
     assert len(aliased) >= 6
     for info in aliased:
         value = [] if info.kind is bool else [values.get(info.name, "1")]
         needed = NEEDED.get(info.name, [])
         assert len({repr(parse(*GOOD, *needed, name, *value)) for name in info.flags}) == 1, info.name
+
+
+@pytest.mark.parametrize("field", OWNERS)
+def test_a_parameter_equals_the_flag_of_its_name(field: str) -> None:
+    info, (owner, parameter) = all_fields()[field], OWNERS[field]
+    optimizer = section_of(Config, field)
+    chosen = ["--optimizer", optimizer] if optimizer in OPTIMIZERS else []
+    if info.kind is bool:
+        spelled: dict[Any, tuple[list[str], list[str]]]
+        spelled = {True: ([own_flag(field)], [parameter]), False: ([negative(own_flag(field))], [f"no-{parameter}"])}
+    else:
+        value = info.choices[0] if info.choices else "1"
+        spelled = {
+            value if info.choices or info.kind is str else 1: ([own_flag(field), value], [f"{parameter}={value}"])
+        }
+    for expected, (old, new) in spelled.items():
+        for words in ([*chosen, *old], [*chosen, flag(owner), *new], [flag(owner), *new, *chosen]):
+            given = read_flags(words)
+            assert given.values[field] == expected and not given.problems, words
+
+
+def test_a_parameter_of_an_optimizer_is_that_of_the_one_which_another_source_chooses(tmp_path: Path) -> None:
+    file = tmp_path / "lion.toml"
+    file.write_text("[optimizer]\noptimizer = 'lion'\n")
+    config = parse(*GOOD, "--config", str(file), "--optimizer", "beta1=0.7")
+    assert (config.lion.lion_beta1, config.adamw.adam_beta1) == (0.7, 0.9)
+    config = parse(*GOOD, "--optimizer", "beta1=0.7")
+    assert (config.lion.lion_beta1, config.adamw.adam_beta1) == (0.9, 0.7)
+    config = parse(*GOOD, "--optimizer", "muon", "momentum=0.8", "beta1=0.7", "no-nesterov")
+    assert (config.muon.muon_momentum, config.adamw.adam_beta1, config.muon.muon_nesterov) == (0.8, 0.7, False)
+
+
+def test_a_parameter_turns_its_switch_on() -> None:
+    assert parse(*GOOD, "--trace", "steps=2").logging.trace
+    assert parse(*GOOD, "--qk-layernorm", "all-heads").model.qk_layernorm
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest(refuse: Refuse) -> None:
+    assert "--trace step=2: --trace has no parameter step (did you mean steps?)" in refuse(*GOOD, "--trace", "step=2")
+    text = refuse(*GOOD, "--optimizer", "lion", "beta3=0.9")
+    assert "--optimizer beta3=0.9: --optimizer has no parameter beta3 (did you mean beta" in text
+    assert "--optimizer beta1=2 must be at least 0 and below 1" in refuse(*GOOD, "--optimizer", "beta1=2")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

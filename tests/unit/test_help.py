@@ -14,6 +14,8 @@ from megacore.config.cli import flag_names, parse_config
 from megacore.config.help import help_text
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.schema import section_of
+from megacore.config.spelling import OWNERS, flag, own_flag
 from megacore.errors import UserError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, parse
@@ -34,13 +36,14 @@ def help_of(topic: str, kind: type[Config], columns: int = 120) -> str:
 
 
 def entries(page: str) -> dict[str, str]:
-    """The text of each flag in one line, its names included."""
+    """The text of each flag in one line, its names included, without its parameters."""
     texts: dict[str, str] = {}
     name = ""
     for line in page.splitlines():
         if found := re.match(r"  (--[a-z0-9-]+)", line):
             name = found[1]
-        texts[name] = f"{texts.get(name, '')} {line.strip()}".strip()
+        if not re.match(r" {8,10}\S", line):
+            texts[name] = f"{texts.get(name, '')} {line.strip()}".strip()
     return texts
 
 
@@ -50,11 +53,23 @@ def entries(page: str) -> dict[str, str]:
 @KINDS
 def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -> None:
     shown = entries(help_of("all", kind))
-    refused = {"--" + name.replace("_", "-") for name in kind.unsupported}
+    refused = {flag(name) for name in kind.unsupported}
     assert refused < flag_names(kind).keys()
-    for name, others in flag_names(kind).items():
+    flags = {name: others for name, others in flag_names(kind).items() if " " not in name}
+    assert len(shown) <= 180
+    for name, others in flags.items():
         assert (name in shown) == (name not in refused), name
         assert all(other in shown[name] for other in others if name in shown)
+
+
+@KINDS
+def test_all_has_every_parameter_that_can_be_given_and_no_other(kind: type[Config]) -> None:
+    for name, (owner, parameter) in OWNERS.items():
+        page = help_of(section_of(kind, name), kind)
+        is_accepted = not {name, owner} & kind.unsupported.keys()
+        assert bool(re.search(rf"^ +{parameter}[=:]", page, re.MULTILINE)) == is_accepted, name
+        if is_accepted:
+            assert all(form in help_of(own_flag(name), kind) for form in (flag(name), own_flag(name)))
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
@@ -104,7 +119,9 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
     assert by_name == help_of("--norm-epsilon", Config) == help_of("layernorm-epsilon", Config)
     assert help_of("no-mock-data", Config) == help_of("mock-data", Config)
     assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
-    assert help_of("--optimizer", Config).startswith(f"  --optimizer {{{','.join(OPTIMIZERS)}}}\n")  # the flag
+    assert help_of("--optimizer", Config).startswith(
+        f"  --optimizer {{{','.join(OPTIMIZERS)}}} [NAME=VALUE...]\n"
+    )  # the flag
     assert help_of("config", Config).startswith("  --config FILE.toml\n")
 
 

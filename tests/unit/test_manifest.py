@@ -54,7 +54,7 @@ def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str,
     config = Config(
         model=ModelConfig(vocab_size=8), adamw=AdamWConfig(adam_beta2=0.999), training=TrainingConfig(train_iters=1)
     ).resolve(1)
-    assert "--adam-beta2 0.95 -> 0.999" in changed_settings(config, manifest)
+    assert "--optimizer beta2=0.95 -> 0.999" in changed_settings(config, manifest)
 
 
 @pytest.mark.parametrize(("min_lr", "given"), [(0.1, True), (0.2, False), (0.2, True)])

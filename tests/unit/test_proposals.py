@@ -12,6 +12,7 @@ import pytest
 
 from megacore.config import SECTIONS, Config, violations
 from megacore.config.fields import FieldInfo, field_infos
+from megacore.config.spelling import flag
 from megacore.config.validation import Validation, degrees_product
 from tests.unit.refusals import field_of, proposals
 from tests.unit.test_config import make
@@ -133,12 +134,13 @@ def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: st
     """Whatever the field, and without an exception."""
     for info in field_infos(SECTIONS[section]).values():
         for value in _wrong_values(info):
-            about = [one for one in violations(make(**{info.name: value}), 1) if one.startswith(f"{info.flag} ")]
+            about = [one for one in violations(make(**{info.name: value}), 1) if re.match(rf"{info.flag}[ =]", one)]
             assert about, f"{info.flag} {value}"
-            proposed = [change for change in proposals(about[0]) if change.keys() == {info.name}]
+            proposed = [change for change in proposals(about[0]) if set(map(flag, change)) == {info.flag}]
             assert proposed or not info.range or "give a number" in about[0], about
             for change in proposed:
-                assert info.name not in getattr(make(**change), section).wrong_fields(), about
+                changed = make(**dict(zip([info.name], change.values(), strict=True)))
+                assert info.name not in getattr(changed, section).wrong_fields(), about
 
 
 def _wrong_values(info: FieldInfo) -> Iterator[Any]:

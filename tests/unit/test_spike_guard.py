@@ -168,6 +168,6 @@ def test_a_spike_that_comes_back_stops_and_so_does_one_too_many() -> None:
         kept.add("a spike", from_step=12, to_step=11, first_sample=200, stop_sample=208)
     kept.add("another", from_step=13, to_step=10, first_sample=192, stop_sample=216)  # past it: another fault
     with pytest.raises(
-        TrainingDiverged, match=r"there were 2 rollbacks already \(--max-rollbacks 2\): step 12 -> step"
+        TrainingDiverged, match=r"there were 2 rollbacks already \(--on-spike max-rollbacks=2\): step 12 -> step"
     ):
         kept.add("a third", from_step=30, to_step=20, first_sample=400, stop_sample=480)

@@ -15,9 +15,10 @@ from typing import Any
 from megacore.checkpoint.lock import LOCK_NAME
 from megacore.commands.report.series import LARGEST
 from megacore.config.bert import BertConfig
-from megacore.config.fields import field_infos, flag
+from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.config.schema import sections_of
+from megacore.config.spelling import flag
 from megacore.errors import UserError
 from megacore.files import take_lock
 

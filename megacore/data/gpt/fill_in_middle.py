@@ -59,7 +59,7 @@ def sentinels_of(tokenizer: Tokenizer, names: Sequence[str | None] = (None, None
     asked = {name for each in wanted for name in each}
     ids = {piece: i for i in range(tokenizer.vocab_size) if (piece := tokenizer.piece(i)) in asked}
     fitting = next((each for each in wanted if all(name in ids for name in each)), None)
-    flags = "--fim-prefix-token, --fim-middle-token and --fim-suffix-token"
+    flags = "--fim-rate prefix-token, middle-token and suffix-token"
     if fitting is None:
         missing = [name for name in names if name is not None and name not in ids]
         known = ", ".join(known for given, known in zip(names, KNOWN_SENTINELS[0], strict=True) if given is None)

@@ -3,7 +3,6 @@ which of its tensors are which of megacore's, in which order of rows. families.t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from megacore.config.bert import BertSection, ResolvedBert
 from megacore.config.experts import differing_experts
 from megacore.config.fields import field_infos
 from megacore.config.model import differing
+from megacore.config.spelling import with_names
 from megacore.errors import CheckpointError
 from megacore.models.hf.bert import BertPart
 from megacore.models.hf.config_reader import ConfigReader
@@ -168,11 +168,7 @@ class Family:
         copied = [one for one in (*self.same, *self.computed) if isinstance(one, Row) and not one.conversion]
         theirs = {row.ours: next((one for one in row.theirs if one in values), row.theirs[0]) for row in copied}
 
-        def name(match: re.Match[str]) -> str:
-            ours = match[1].replace("-", "_")
-            return theirs.get(ours, ours)
-
-        return re.sub(r"--([a-z][a-z-]*)", name, problem.rsplit(": ", 1)[0])
+        return with_names(problem.rsplit(": ", 1)[0], lambda ours: theirs.get(ours, ours))
 
     def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> ResolvedBert | None:
         """The BERT section of a config.json that `to_model` accepts; None where the model is no BERT.
