@@ -1,9 +1,17 @@
-"""Callbacks: what they are told and when, a sink in ten lines, an early stop, and what happens where one fails."""
+"""Callbacks: what they are told and when, a sink in ten lines, an early stop, and what happens where one fails.
+Trackers: what each writes is read back by its own reader, a resumed run continues it, and none can hold a run up."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Mapping
+import math
+import shutil
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +19,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from wandb.proto import wandb_internal_pb2
 
+from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
+from megacore.config import LoggingConfig, validate
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
+from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
+from megacore.train.trackers.background import MOST_WAITING
+from megacore.train.trackers.callback import Trackers
+from megacore.train.trackers.tensorboard import TensorBoard
+from megacore.train.trackers.tracker import RunInfo
+from megacore.train.trackers.wandb_run import ID_FILE
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
+from tests.patience import patience
 
 
 class Collect(Callback):
@@ -143,3 +163,281 @@ def test_a_callback_that_fails_ends_the_run_with_its_error(tmp_path: Path, capsy
         run(tmp_path, Fails(), diary)
     assert diary.calls == ["begin 1", "end 1", "begin 2", "error a sink broke"]
     assert "Fails.on_error failed" in capsys.readouterr().err
+
+
+# ---- trackers: what each writes is read back by its own reader, a resumed run continues it, none can hold a run up
+
+
+Record = dict[str, Any]
+SHORT: dict[str, Any] = {"train_iters": 4, "log_interval": 1, "eval_interval": 2, "eval_iters": 1, "num_layers": 1}
+
+
+def train(directory: Path, *callbacks: Callback, **changes: Any) -> list[Record]:
+    """Train, and return the records of metrics.jsonl."""
+    config = make_config((1, 1, 1), directory, **SHORT | changes)
+    make_trainer(config, Mesh(device=torch.device("cpu")), callbacks=callbacks).run()
+    return records(directory)
+
+
+def records(directory: Path) -> list[Record]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def info(directory: Path, first_step: int = 0) -> RunInfo:
+    return RunInfo(output_dir=directory, first_step=first_step, config=make_config((1, 1, 1), directory))
+
+
+# ---- CSV
+
+
+def rows(directory: Path) -> list[Record]:
+    """The rows of metrics.csv as records: without empty cells, and with numbers."""
+    with (directory / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    return [{key: json.loads(cell) for key, cell in row.items() if cell} for row in found]
+
+
+def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    train(tmp_path, csv=True, save_interval=2)
+    (checkpoint, _) = sorted(published(tmp_path))
+    written = train(tmp_path, csv=True, load=str(checkpoint), train_iters=4)
+    assert rows(tmp_path) == written
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_directory_that_is_lost_during_a_run_is_made_again(
+    is_deleted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file that the run writes is there at the end and whole; one warning says what is not."""
+    directory, elsewhere, board = tmp_path / "run", tmp_path / "elsewhere", tmp_path / "run" / "board"
+
+    class Losing(Callback):
+        def on_save(self, run: Run, saved: Saved) -> None:
+            if saved.step == 2:
+                directory.rename(elsewhere)
+                if is_deleted:
+                    shutil.rmtree(elsewhere)
+
+    directory.mkdir()
+    (directory / "config.toml").write_text("settings")
+    written = train(directory, Losing(), csv=True, tensorboard_dir=str(board), save_interval=2)
+    assert [row["step"] for row in written] == [1, 2, 2, 3, 4, 4]
+    assert rows(directory) == written
+    assert (directory / "config.toml").read_text() == "settings"
+    assert [step_of(path) for path in published(directory)] == [4]
+    events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert events == ["launch", "memory", "save", "save", "memory", "end"]
+    assert scalars(board)["train/loss"] == [(r["step"], fp32(r["train/loss"])) for r in written if "train/loss" in r]
+    what = "was deleted" if is_deleted else f"is {elsewhere}/metrics.jsonl now"
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert warnings == [
+        f"warning: {directory}/metrics.jsonl {what}: it is made again, with all that it had, and config.toml; "
+        f"checkpoints and other files of {directory} are not there any more"
+    ]
+
+
+# ---- TensorBoard
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads."""
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def fp32(value: float) -> float:
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    assert isinstance(rounded, float)
+    return rounded
+
+
+def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
+    written = train(tmp_path / "run", tensorboard_dir=str(tmp_path / "events"))
+    found = scalars(tmp_path / "events")
+    for key in {key for record in written for key in record} - {"step"}:
+        assert found[key] == [(r["step"], fp32(r[key])) for r in written if key in r], key
+    assert set(found) == {key for record in written for key in record} - {"step"}
+
+
+def test_tensorboard_shows_the_repeated_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    for first_step, losses in ((0, {1: 5.0, 2: 4.0, 3: 3.0}), (2, {3: 3.5, 4: 2.5})):
+        board = TensorBoard(events)
+        board.open(info(tmp_path, first_step))
+        for step, loss in losses.items():
+            board.write({"step": step, "train/loss": loss})
+        board.close(failed=False)
+        time.sleep(1.1 if first_step == 0 else 0)  # files are read in the order of their names, which have seconds
+    assert scalars(events)["train/loss"] == [(1, 5.0), (2, 4.0), (3, 3.5), (4, 2.5)]
+
+
+def test_tensorboard_takes_numbers_beyond_fp32(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.open(info(tmp_path))
+    board.write({"step": 2**40, "a": 1e300, "b": -1e300, "c": math.nan, "d": None, "e": "words", "f": 7})
+    board.close(failed=False)
+    found = scalars(tmp_path)
+    assert {key: found[key] for key in "abf"} == {
+        "a": [(2**40, math.inf)],
+        "b": [(2**40, -math.inf)],
+        "f": [(2**40, 7.0)],
+    }
+    assert math.isnan(found["c"][0][1])
+    assert found.keys() == set("abcf")
+
+
+# ---- Weights & Biases
+
+
+def offline_run(directory: Path) -> list[Any]:
+    """The records of the last offline run, whose file W&B's own process completes soon after the run."""
+    deadline = time.monotonic() + patience(30)
+    while not of_kind(found := list(read_records(directory)), "exit"):
+        assert time.monotonic() < deadline, [record.WhichOneof("record_type") for record in found]
+        time.sleep(0.05)
+    return found
+
+
+def read_records(directory: Path) -> Iterator[Any]:
+    """The complete records of the last offline run: a file of 32 KiB blocks, whose chunks have a header of 7 bytes.
+
+    W&B's process may be writing: reading ends at the first chunk whose checksum its content does not have yet.
+    """
+    path = max(directory.glob("wandb/offline-run-*/*.wandb"))
+    content, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        checksum, length, kind = struct.unpack_from("<IHB", content, position)
+        chunk = content[position + 7 : position + 7 + length]
+        if kind == 0 or zlib.crc32(chunk, zlib.crc32(bytes([kind]))) != checksum:
+            break
+        parts += chunk
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last chunk
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def of_kind(found: list[Any], kind: str) -> list[Any]:
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
+
+
+def logged(history: Any) -> Record:
+    """The metrics of a history record, without W&B's own."""
+    pairs = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+    return {key: value for key, value in pairs.items() if not key.startswith("_")}
+
+
+def test_wandb_offline_has_every_record_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
+    settings = {"wandb_project": "a project", "wandb_mode": "offline", "wandb_group": "a group", "csv": True}
+    written = train(tmp_path, **settings, save_interval=2)
+    first = offline_run(tmp_path)
+    (run,) = of_kind(first, "run")
+    kept = (tmp_path / ID_FILE).read_text().strip()
+    assert (run.project, run.run_group, run.run_id, run.display_name) == ("a project", "a group", kept, tmp_path.name)
+    settings_sent = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert settings_sent["optimizer"]["lr"] == 1e-3
+    assert [logged(history) for history in of_kind(first, "history")] == written
+    metrics = {metric.name or metric.glob_name: metric.step_metric for metric in of_kind(first, "metric")}
+    assert metrics["*"] == "step"
+    (checkpoint, _) = sorted(published(tmp_path))
+    written = train(tmp_path, **settings, load=str(checkpoint))
+    second = offline_run(tmp_path)
+    assert of_kind(second, "run")[0].run_id == kept
+    assert [logged(history) for history in of_kind(second, "history")] == [r for r in written if r["step"] > 2]
+
+
+# ---- the engine
+
+
+def test_the_engine_logs_and_profiles(tmp_path: Path) -> None:
+    engine = PipelineEngine(
+        [Layer("one", nn.Linear, 4, 4), Layer("two", nn.Linear, 4, 2)],
+        loss=nn.functional.mse_loss,
+        train_iters=3,
+        logging=LoggingConfig(csv=True, profile_steps="2:2"),
+        output_dir=tmp_path,
+        mesh=Mesh(device=torch.device("cpu")),
+    )
+    written = []
+    for _ in range(3):
+        loss = engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 2)))
+        written.append({"step": engine.step, "train/loss": float(loss), "train/lr": engine.lr})
+        engine.log({key: value for key, value in written[-1].items() if key != "step"})
+    engine.close()
+    assert rows(tmp_path) == written
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["rank_0.json.gz"]
+
+
+# ---- trackers that fail or hang
+
+
+class Broken:
+    """A tracker that fails in one of its methods, or hangs until it is let go."""
+
+    flag = "--broken"
+
+    def __init__(self, where: str, *, hangs: bool = False) -> None:
+        self.where, self.let_go, self.taken = where, threading.Event() if hangs else None, 0
+
+    def open(self, run: RunInfo) -> None:
+        self._pass("open")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._pass("write")
+        self.taken += 1
+
+    def rewind(self, step: int) -> None:
+        self._pass("rewind")
+
+    def close(self, *, failed: bool) -> None:
+        self._pass("close")
+
+    def _pass(self, where: str) -> None:
+        if where == self.where and self.let_go is not None:
+            self.let_go.wait()
+        elif where == self.where:
+            raise SystemExit("no network,\nand no key")
+
+
+@pytest.mark.parametrize("where", ["open", "close"])
+def test_a_tracker_that_fails_is_reported_once_and_training_is_the_same(tmp_path: Path, where: str) -> None:
+    said: list[str] = []
+    with_it = train(
+        tmp_path / "with", Trackers(iter([Broken(where)]), info(tmp_path), say=said.append), eval_interval=0
+    )
+    without = train(tmp_path / "without", eval_interval=0)
+    assert [r["train/loss"] for r in with_it] == [r["train/loss"] for r in without]
+    assert said[0].startswith("--broken ")
+    assert "SystemExit: no network, and no key; training continues" in said[0]
+    assert said[1:] == ([] if where == "close" else ["--broken lacks 4 records, which metrics.jsonl has"])
+
+
+@pytest.mark.parametrize("where", ["write", "close"])
+def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacore.train.trackers.callback._END_SECONDS", 0.2)
+    said: list[str] = []
+    hangs = Broken(where, hangs=True)
+    trackers = Trackers(iter([hangs]), info(tmp_path), say=said.append)
+    for step in range(MOST_WAITING + 10):
+        trackers.put({"step": step})
+    trackers.finish()
+    assert hangs.let_go is not None
+    hangs.let_go.set()
+    assert said[-1].startswith("--broken has not finished in time, ")
+    assert len(said) <= 2
+
+
+# ---- what is refused
+
+
+def test_settings_of_wandb_without_a_project_are_refused_all_at_once(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, wandb_group="a", wandb_name="b", wandb_mode="offline")
+    ends = "has no effect without --wandb-project: leave it out, or use --wandb-project NAME"
+    assert validate(config, 1) == [f"--wandb-{words} {ends}" for words in ("name b", "group a", "mode offline")]
