@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     lr_decay_iters: Annotated[int | None, Range(1)] = None
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Steps over which the learning rate rises from init to --lr."""
+    """Steps of the warm-up, in which the learning rate rises to --lr."""
     lr_warmup_style: Literal["linear", "log"] = "linear"
     """Shape of the warm-up. log: --lr x log(step) / log(--lr-warmup-iters)."""
     lr_warmup_init: Annotated[float | None, Range(0)] = None
