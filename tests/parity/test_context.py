@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import AdamWConfig, ModelConfig, OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.config import AdamWConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megacore.errors import UserError
 from megacore.layers.attention import SelfAttention
 from megacore.layers.block import TransformerBlock
@@ -28,9 +28,10 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.context import ContextComm, SequenceShards, context_attention
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.parallel.random import RandomStreams
-from megacore.train.engine import Layer, PipelineEngine
+from megacore.train.engine import Layer
 from tests.distributed import run_distributed
 from tests.kernels.test_attention import brute_force
+from tests.parallel.test_engine import engine_of
 from tests.parity.runs import SEQUENCE, VOCAB, make_config
 
 # ---- which positions a rank holds
@@ -206,8 +207,8 @@ class TrueVocabulary(nn.Module):
 
 def train_engine(rank: int, world_size: int, cp: int, pp: int) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Losses and norms of three steps, and the weights, with a sum that is counted and with a mean."""
-    parallel = ParallelConfig(cp=cp, pp=pp, device="cpu", zero_stage=1, schedule="zero-bubble")
-    mesh = build_mesh(parallel)
+    parallel = {"cp": cp, "zero_stage": 1, "schedule": "zero-bubble"}
+    mesh = build_mesh(ParallelConfig(pp=pp, cp=cp, device="cpu"))
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB, hidden_dropout=0.0)
     model = dataclasses.replace(model, attention_dropout=0.0, position_embedding_type="rope")
     resolved, streams = model.resolve(seq_length=SEQUENCE), RandomStreams(1, mesh.device)
@@ -220,21 +221,15 @@ def train_engine(rank: int, world_size: int, cp: int, pp: int) -> list[tuple[lis
         Layer("head", GPTHead, resolved, context),
         Layer("logits", TrueVocabulary),
     ]
+    usual: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "train_iters": 3, "count": counted}
+    usual |= {
+        "optimizer": OptimizerConfig(lr=1e-3, lr_warmup_iters=0),
+        "optimizer_settings": AdamWConfig(adam_eps=1e-4),
+    }
     results = []
     for reduction in ("sum", "mean"):
-        engine = PipelineEngine(
-            layers,
-            loss=partial(cross_entropy, reduction=reduction),
-            reduction=reduction,
-            count=lambda targets: (targets >= 0).sum(),
-            parallel=parallel,
-            mesh=mesh,
-            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=0),
-            optimizer_settings=AdamWConfig(adam_eps=1e-4),
-            num_microbatches=2,
-            train_iters=3,
-            watch=WatchConfig(hang_timeout_minutes=0.0),
-        )
+        loss = partial(cross_entropy, reduction=reduction)
+        engine = engine_of(layers, pp, parallel=parallel, loss=loss, reduction=reduction, **usual)
         numbers = []
         for step in range(3):
             draw = torch.Generator().manual_seed(step)
@@ -244,6 +239,10 @@ def train_engine(rank: int, world_size: int, cp: int, pp: int) -> list[tuple[lis
             numbers += [float(engine.train_batch(engine.split(tokens, targets))), float(engine.grad_norm)]
         results.append((numbers, engine.state_dict()))
     return results if rank == 0 else []
+
+
+def counted(targets: Tensor) -> Tensor:
+    return (targets >= 0).sum()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:

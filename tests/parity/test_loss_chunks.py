@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,14 +73,8 @@ def gradients(
         losses = log_z - (1 - smoothing) * hit - smoothing * wide.mean(-1) + options.z_loss * log_z.square()
         losses = losses.masked_fill(targets == options.ignore_index, 0.0)
     else:
-        layer = ChunkedLoss(
-            vocab_size=VOCABULARY,
-            chunks=chunks,
-            group=ALONE,
-            sequence_parallel=False,
-            split_backward=split,
-            products=TORCH,
-        )
+        share: dict[str, Any] = {"group": ALONE, "sequence_parallel": False, "products": TORCH}
+        layer = ChunkedLoss(vocab_size=VOCABULARY, chunks=chunks, split_backward=split, **share)
         losses = layer.losses(x, weight, given, targets, options)
     factors = torch.linspace(0.5, 2.0, TOKENS, dtype=losses.dtype).view(2, -1)
     (losses * factors).sum().backward()
