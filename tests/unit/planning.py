@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,17 @@ def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     assert main([*flags.split(), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def with_flags(given: Sequence[str], changed: Sequence[str]) -> list[str]:
+    """A command line with other flags in place of its own ones of the same name."""
+    kept = list(given)
+    for flag in (word for word in changed if word.startswith("--")):
+        for name in (flag, flag.replace("--no-", "--")):
+            if name in kept:
+                at = kept.index(name)
+                del kept[at : at + (1 if kept[at + 1 : at + 2] == [] or kept[at + 1].startswith("--") else 2)]
+    return [*kept, *changed]
 
 
 def resolved(flags: str, kind: type[Config] = Config) -> ResolvedConfig:

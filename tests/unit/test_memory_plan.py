@@ -14,6 +14,7 @@ from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.memory import GIB, plan_memory
 from tests.unit import refusals
+from tests.unit.planning import with_flags
 from tests.unit.refusals import Refuse, parse
 
 alone, refuse = refusals.alone, refusals.refuse  # fixtures
@@ -81,12 +82,8 @@ def test_what_is_recommended_fits(
     assert len(fitting) >= 2
     for words, machines, size in (match.groups() for match in fitting):
         changed = shlex.split(words)
-        kept = list(given)
-        for flag in (word for word in changed if word.startswith("--") and word in kept):
-            at = kept.index(flag)
-            del kept[at : at + 2]
         ranks_of(int(machines or 1), monkeypatch)
-        config = parse(*kept, *changed, checks=[check_memory])
+        config = parse(*with_flags(given, changed), checks=[check_memory])
         assert config.training.global_batch_size == batch or "--global-batch-size" in changed
         needed = max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
         told, unit = size.split()
@@ -208,72 +205,61 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
 # ---- how much there is -----------------------------------------------------------------------------------------------
 
 
-def files(root: Path, **texts: str) -> Path:
-    """Files by path, with `__` for `/` and `_1` for a dot that a keyword cannot have."""
-    for name, text in texts.items():
-        path = root / name.replace("__", "/").replace("_1", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 
 
-def test_without_groups_the_machine_decides(tmp_path: Path) -> None:
-    root = files(tmp_path, proc__meminfo=MEMINFO)
-    assert host_memory(root) == AvailableMemory(800 * 1024, "MemAvailable of this machine")
-    assert host_capacity(root) == 1000 * 1024
-    assert host_memory(tmp_path / "nowhere") is None
-    assert host_capacity(tmp_path / "nowhere") is None
+# Files below sys/fs/cgroup and those of /proc, and what of it is available and all of it.
+GROUPS: dict[str, tuple[dict[str, str], int, int]] = {
+    "the narrowest group around this one decides, without what the kernel keeps of files": (
+        {
+            "/proc/self/cgroup": "0::/job/step/task\n",
+            "job/memory.max": "500000\n",
+            "job/memory.current": "300000\n",
+            "job/memory.stat": "anon 200000\ninactive_file 60000\nactive_file 40000\n",
+            "job/step/memory.max": "max\n",
+            "job/step/memory.current": "300000\n",
+            "job/step/task/memory.max": "600000\n",
+            "job/step/task/memory.current": "100000\n",
+        },
+        500_000 - 300_000 + 100_000,
+        500_000,
+    ),
+    "a container of version 1 sees its own group at the top": (
+        {
+            "/proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
+            "memory/memory.limit_in_bytes": "400000\n",
+            "memory/memory.usage_in_bytes": "100000\n",
+            "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50000\ntotal_active_file 0\n",
+        },
+        350_000,
+        400_000,
+    ),
+    "swap may be taken as far as the group allows": (
+        {
+            "/proc/meminfo": MEMINFO.replace("SwapFree: 0", "SwapFree: 400"),
+            "/proc/self/cgroup": "0::/job\n",
+            "job/memory.max": "500000\n",
+            "job/memory.current": "300000\n",
+            "job/memory.swap.max": "100000\n",
+            "job/memory.swap.current": "20000\n",
+        },
+        200_000 + 80_000,
+        500_000,
+    ),
+    "without groups the machine decides": ({}, 800 * 1024, 1000 * 1024),
+}
 
 
-def test_the_narrowest_group_around_this_one_decides(tmp_path: Path) -> None:
-    """Version 2; what the kernel keeps of files does not count as used."""
-    root = files(
-        tmp_path,
-        proc__meminfo=MEMINFO,
-        proc__self__cgroup="0::/job/step/task\n",
-        sys__fs__cgroup__job__memory_1max="500000\n",
-        sys__fs__cgroup__job__memory_1current="300000\n",
-        sys__fs__cgroup__job__memory_1stat="anon 200000\ninactive_file 60000\nactive_file 40000\n",
-        sys__fs__cgroup__job__step__memory_1max="max\n",
-        sys__fs__cgroup__job__step__memory_1current="300000\n",
-        sys__fs__cgroup__job__step__task__memory_1max="600000\n",
-        sys__fs__cgroup__job__step__task__memory_1current="100000\n",
-    )
-    memory = host_memory(root)
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_limits_the_memory_of_its_machine(name: str, tmp_path: Path) -> None:
+    files, available, capacity = GROUPS[name]
+    for file, text in {"/proc/meminfo": MEMINFO, **files}.items():
+        path = tmp_path / (file[1:] if file.startswith("/") else f"sys/fs/cgroup/{file}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    memory = host_memory(tmp_path)
     assert memory is not None
-    assert memory.available == 500_000 - 300_000 + 100_000
-    assert "memory.max 500000" in memory.source
-    assert host_capacity(root) == 500_000
-
-
-def test_a_container_of_version_1_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
-    root = files(
-        tmp_path,
-        proc__meminfo=MEMINFO,
-        proc__self__cgroup="5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
-        sys__fs__cgroup__memory__memory_1limit_in_bytes="400000\n",
-        sys__fs__cgroup__memory__memory_1usage_in_bytes="100000\n",
-        sys__fs__cgroup__memory__memory_1stat="inactive_file 1\ntotal_inactive_file 50000\ntotal_active_file 0\n",
-    )
-    memory = host_memory(root)
-    assert memory is not None
-    assert memory.available == 350_000
-    assert host_capacity(root) == 400_000
-
-
-def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
-    root = files(
-        tmp_path,
-        proc__meminfo=MEMINFO.replace("SwapFree: 0", "SwapFree: 400"),
-        proc__self__cgroup="0::/job\n",
-        sys__fs__cgroup__job__memory_1max="500000\n",
-        sys__fs__cgroup__job__memory_1current="300000\n",
-        sys__fs__cgroup__job__memory_1swap_1max="100000\n",
-        sys__fs__cgroup__job__memory_1swap_1current="20000\n",
-    )
-    memory = host_memory(root)
-    assert memory is not None
-    assert memory.available == 200_000 + 80_000
+    assert (memory.available, host_capacity(tmp_path)) == (available, capacity)
+    assert ("memory.max 500000" if capacity == 500_000 else "") in memory.source
+    assert files or memory.source == "MemAvailable of this machine"
+    assert (host_memory(tmp_path / "nowhere"), host_capacity(tmp_path / "nowhere")) == (None, None)

@@ -14,7 +14,6 @@ from megacore.config import validate, violations
 from megacore.models.outline import outline
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
-from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import FindsMemory, make_plan
 from megacore.plan.search import Found, Layout, search, with_memory
 from megacore.plan.search_report import search_table
@@ -65,47 +64,29 @@ def test_a_search_keeps_the_layout_flags_that_are_given(capsys: pytest.CaptureFi
     assert "As given, and not searched for: `--tp 2`, `--zero-stage 1`." in capsys.readouterr().out
 
 
-def test_the_table_has_one_row_for_each_division(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layouts that differ only in their schedule take one row, which says how many there are; JSON lists them all."""
-    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 48 --cluster a100-40g --world-size 8 --search"
-    flags += " --tp 1 --pp 4 --zero-stage 1 --recompute none --micro-batch-size 1 --top 100"
-    layouts = planned(capsys, flags)["layouts"]
-    schedules = {re.sub(r" --micro-batch-size.*", "", layout["flags"]) for layout in layouts}
-    assert len(schedules) == len(layouts) > 3
-    assert main(flags.split()) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 ") or line.startswith("| 2 ")]
-    assert len(rows) == 1
-    assert layouts[0]["flags"] in rows[0]
-    slowest = max(layout["step_seconds"]["value"] for layout in layouts)
-    assert f"; {len(layouts) - 1} other schedules, up to {four_digits(slowest)} s" in rows[0]
-
-
-def test_a_search_divides_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8"
-    found = planned(capsys, f"{flags} --search --tp 2 --max-pp 1 --max-micro-batch-size 1 --top 100000")
-    assert {(row["layout"]["ep"], row["layout"]["etp"]) for row in found["layouts"]} >= {
-        (1, 2),
-        (2, 2),
-        (4, 2),
-        (2, 1),
-        (8, 1),
-    }
-    best = found["layouts"][0]
-    plan = planned(capsys, f"{flags} {best['flags']}")
+@pytest.mark.parametrize(
+    ("flags", "degrees", "some"),
+    [
+        (
+            "--preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --tp 2",
+            ("ep", "etp"),
+            {(1, 2), (2, 2), (4, 2), (2, 1), (8, 1)},
+        ),
+        ("--preset llama-3-8b-128k --num-layers 4 --global-batch-size 8", ("cp",), {(1,), (2,)}),
+    ],
+)
+def test_a_search_divides_experts_and_long_sequences(
+    flags: str, degrees: tuple[str, ...], some: set[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"pretrain_gpt.py {flags} --cluster h100"
+    found = planned(capsys, f"{run} --world-size 8 --search --max-pp 1 --max-micro-batch-size 1 --top 100000")[
+        "layouts"
+    ]
+    assert {tuple(row["layout"][name] for name in degrees) for row in found} >= some
+    best = found[0]
+    plan = planned(capsys, f"{run} {best['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
-    assert plan["active_parameters"]["value"] < plan["parameters"]["value"]
-    assert plan["step_parts"]["experts"]["value"] > 0 or best["layout"]["ep"] == 1
-
-
-def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
-        "pretrain_gpt.py --preset llama-3-8b-128k --cluster h100 --world-size 8 --global-batch-size 8 --num-layers 4"
-    )
-    found = planned(capsys, f"{flags} --search --top 100000 --max-pp 1")
-    tried = {row["layout"]["cp"] for row in found["layouts"]}
-    assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["layout"]["cp"] > 1
-    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']}")
-    assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"]["value"])
+    assert degrees[0] == "ep" or best["layout"]["cp"] > 1
 
 
 @pytest.mark.parametrize(

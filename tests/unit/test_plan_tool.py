@@ -11,7 +11,7 @@ import pytest
 
 from megacore.commands.dry_run import dry_run
 from megacore.plan.memory import GIB
-from tests.unit.planning import BLOOM, planned
+from tests.unit.planning import BLOOM, planned, with_flags
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -158,17 +158,14 @@ def test_the_ways_out_fit_when_they_are_planned(
     for way in plan["ways_out"]:
         if "machines with at least" in way:
             continue
-        changed, kept = re.split(", |: ", way)[0].split(), given.split()
-        for flag in (word for word in changed if word in kept and word.startswith("--")):
-            at = kept.index(flag)
-            del kept[at : at + 2]
+        words = with_flags(given.split(), re.split(", |: ", way)[0].split())
         if "machines with as much memory" in way:
             of_machine = re.search(r"\((gpus_per_node = \d+)\)", way)
             assert of_machine is not None
             cluster = tmp_path / "machines.toml"
             cluster.write_text(f'based_on = "{plan["cluster"]}"\n{of_machine[1]}', encoding="utf-8")
-            kept[kept.index("--cluster") + 1] = str(cluster)
-        again = planned(capsys, " ".join([*kept, *changed]))
+            words = with_flags(words, ["--cluster", str(cluster)])
+        again = planned(capsys, " ".join(words))
         assert again["fits"], way
         peak = again["peak_bytes"] / GIB
         assert f": {peak:,.1f} GiB" in way, (peak, way)

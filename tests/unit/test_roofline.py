@@ -1,4 +1,4 @@
-"""The roofline: times and the time line against numbers worked out by hand, what the recorder counts, and the tool."""
+"""What the recorder of a step counts, against formulas and numbers by hand; times are golden (`tools:operators`)."""
 
 from __future__ import annotations
 
@@ -13,32 +13,12 @@ import torch
 from megacore.config import ResolvedConfig
 from megacore.models.flops import flops_per_sequence
 from megacore.ops.visibility import Visibility
-from megacore.plan.cluster import CLUSTERS
-from megacore.plan.devices import Device, Link, Range
-from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
+from megacore.plan.roofline import Launch, StepEvents, Transfer
 from megacore.tracer import operator_costs, step_trace
 from megacore.tracer.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools.plan import main
 
-SURE = Range(1.0, 1.0, 1.0)
-# 989.4 TFLOP/s in bf16, 1 TB/s, links of 100 and 10 GB/s, and everything that is assumed is ideal.
-IDEAL = Device(
-    name="ideal",
-    reported_as="NVIDIA H200",
-    memory_bytes=1e9,
-    memory_bandwidth=1e12,
-    node_ranks=4,
-    node_link=Link(bandwidth=1e11, latency=1e-6),
-    network=Link(bandwidth=1e10, latency=1e-5),
-    product_efficiency=SURE,
-    attention_efficiency=SURE,
-    memory_efficiency=SURE,
-    link_efficiency=SURE,
-    network_efficiency=SURE,
-    launch_seconds=Range(2e-6, 1e-6, 0.0),
-    host_seconds=Range(0.0, 0.0, 0.0),
-)
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "normalization": "RMSNorm",
@@ -49,87 +29,6 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 128,
     "precision": "bf16",
 }
-
-
-def launch(**changes: Any) -> Launch:
-    return Launch(**{"name": "op", "phase": "forward", **changes})
-
-
-def test_a_launch_takes_the_longer_of_its_bytes_and_its_flops() -> None:
-    assert launch_seconds(launch(bytes=5e6), IDEAL) == pytest.approx(5e-6 + 1e-6)
-    product = launch(kind="product", bytes=5e6, flops=989.4e7, work=989.4e7)
-    assert launch_seconds(product, IDEAL) == pytest.approx(1e-5 + 1e-6)
-    assert launch_seconds(product, IDEAL, case="slow") == pytest.approx(1e-5 + 2e-6)
-    assert launch_seconds(product, IDEAL, peak=989.4e13) == pytest.approx(5e-6 + 1e-6)
-    with pytest.raises(ValueError, match="the peak of mi250x in tf32 is not known"):
-        launch_seconds(launch(work=1.0, form="tf32"), CLUSTERS["mi250x"].device)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "ranks", "stride", "seconds"),
-    [
-        ("all-reduce", 4, 1, 2 * 3 / 4 * 1e-3 + 6e-6),  # 100 MB at 100 GB/s, 6 steps of a ring
-        ("all-gather", 4, 1, 3 / 4 * 1e-3 + 3e-6),
-        ("reduce-scatter", 2, 2, 1 / 2 * 1e-3 + 1e-6),
-        ("all-reduce", 8, 1, 2 * 7 / 8 * 1e8 / 4e10 + 14e-5),  # one ring has all four network cards
-        ("all-reduce", 2, 4, 2 * 1 / 2 * 1e8 / 1e10 + 2e-5),  # four rings have one each
-        ("all-reduce", 1024, 1, 2 * 1e8 / 4e10 + 20e-5),
-        ("all-gather", 1024, 1, 1023 / 1024 * 1e8 / 4e10 + 1023e-5),
-        ("message", 2, 1, 1e-3 + 1e-6),
-        ("all-reduce", 1, 1, 0.0),
-    ],
-)
-def test_a_transfer_takes_the_time_of_its_algorithm(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
-    transfer = Transfer(
-        name="t", phase="forward", number=1, role="layer", pattern=pattern, bytes=1e8, ranks=ranks, stride=stride
-    )
-    assert transfer_seconds(transfer, IDEAL) == pytest.approx(seconds)
-
-
-def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
-    """Takes 5 us a MB and 1 us."""
-    return Transfer(
-        name="gather", phase="forward", number=number, role=role, pattern="all-gather", bytes=megabytes * 1e6, ranks=2
-    )
-
-
-def test_what_a_launch_waits_for_is_exposed() -> None:
-    """A transfer of 101 us, beside 41 us of another launch; the next one reads it."""
-    events: list[Event] = [gather(1, 20.0), launch(bytes=40e6), launch(bytes=9e6, waits=(1,)), launch(phase="update")]
-    timing = Clock(IDEAL).run(events)
-    assert timing.seconds == pytest.approx(101e-6 + 10e-6 + 1e-6)
-    assert timing.exposed == {"layer": pytest.approx(60e-6)}
-    assert timing.update == pytest.approx(1e-6)
-    assert timing.rows["forward", "memory", "op"].launches == 2
-    assert timing.rows["forward", "memory", "op"].seconds == pytest.approx(51e-6)
-    hidden = Clock(IDEAL).run([gather(1, 20.0), launch(bytes=400e6), launch(waits=(1,))])
-    assert hidden.exposed == {"layer": 0.0} and hidden.seconds == pytest.approx(402e-6)
-
-
-def test_transfers_of_one_role_follow_each_other() -> None:
-    both = Clock(IDEAL).run([gather(1, 20.0), gather(2, 20.0), launch(waits=(1, 2))])
-    assert both.seconds == pytest.approx(2 * 101e-6 + 1e-6)
-    beside = Clock(IDEAL).run([gather(1, 20.0), gather(2, 20.0, "replicas"), launch(waits=(1, 2))])
-    assert beside.seconds == pytest.approx(101e-6 + 1e-6)
-
-
-def test_a_late_host_holds_up_the_device() -> None:
-    slow = Device(
-        **{**{f: getattr(IDEAL, f) for f in IDEAL.__dataclass_fields__}, "host_seconds": Range(9e-6, 9e-6, 0.0)}
-    )
-    timing = Clock(slow).run([launch()] * 10)
-    assert timing.seconds == pytest.approx(91e-6)  # each 9 us of the host, and the last one's own 1 us
-    assert timing.late == pytest.approx(9e-6 + 9 * 8e-6)
-
-
-def test_further_microbatches_cost_what_the_second_did() -> None:
-    events = StepEvents(before=[], one=[launch(bytes=9e6), launch(phase="update")], two=[launch(bytes=9e6)] * 2)
-    four = events.timing(IDEAL, microbatches=4)
-    assert four.seconds == pytest.approx(11e-6 + 3 * 9e-6)
-    assert four.rows["forward", "memory", "op"].launches == 4
-
-
-# ---- what is recorded
 
 
 def config_of(tp: int, dp: int, **changes: Any) -> ResolvedConfig:
