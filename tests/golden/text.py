@@ -7,7 +7,22 @@ import random
 import sys
 from pathlib import Path
 
-WORDS = "the of a model rank; Über naïve 東京 tokens\tand 12,345 Why? It isn't bits!".split(" ")
+WORDS = [
+    "the",
+    "of",
+    "a",
+    "model",
+    "rank;",
+    "Über",
+    "naïve",
+    "東京",
+    "tokens\tand",
+    "12,345",
+    "Why?",
+    "It",
+    "isn't",
+    "bits!",
+]
 
 
 def main(path: Path) -> None:
