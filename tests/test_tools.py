@@ -1,11 +1,16 @@
-"""Every row of tools.toml: what a tool, a benchmark or an example says of a command line that it cannot use.
+"""Every row of tools.toml: what a tool, a benchmark or an example says of a command line.
 
 A table of tools.toml has the modules of `programs`, whose `main` is called with `plain` and the words of a row. Besides
 
     files      name -> text of files in the working directory; a name that ends in / is a directory
     file, text one of them, of which the table names the file and each row has its text
     slow       whether the row runs with the slow tests
-    says       the problems of the refusal, all of them and whole; ... stands for any words
+    variables  further ones of the environment
+    says       the problems of a refusal, all of them and whole; ... stands for any words
+    prints     parts of what a command that works prints
+    lacks      what it does not print
+    notes      its notes, all of them and whole
+    equals     a command line that prints the same
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import io
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +35,13 @@ examples_on_the_path = conftest.unchanged_registries  # fixture
 TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("tools.toml").read_text(encoding="utf-8"))
 
 
-def refusal(program: str, words: list[str]) -> list[str]:
-    """The problems that a program names, after a look at the form of what it prints."""
+def pattern(lines: list[str]) -> str:
+    """An expression for lines in which ... stands for any words."""
+    return "\n".join(re.escape(line).replace(r"\.\.\.", ".*") for line in lines)
+
+
+def run(program: str, words: list[str]) -> tuple[Any, str, str]:
+    """The status of a program, what it prints, and its errors."""
     module: Any = importlib.import_module(program)
     output, errors = io.StringIO(), io.StringIO()
     with (
@@ -42,12 +53,32 @@ def refusal(program: str, words: list[str]) -> list[str]:
             status = module.main(words)
         except SystemExit as stop:
             status = stop.code
-    assert (status, output.getvalue()) == (2, "")
-    name, (first, *lines) = f"{program.rpartition('.')[2]}.py", errors.getvalue().splitlines()
+    return status, output.getvalue(), errors.getvalue()
+
+
+def unsaid(row: dict[str, Any], program: str, words: list[str]) -> Iterator[str]:
+    """What a command line that works does not say as its row has it."""
+    status, output, errors = run(program, words)
+    if status != 0:
+        yield f"has the status {status}: {errors}"
+    yield from (f"does not print {part}" for part in row.get("prints", []) if not re.search(pattern([part]), output))
+    yield from (f"prints {part}" for part in row.get("lacks", []) if re.search(pattern([part]), output))
+    if "equals" in row and run(program, shlex.split(row["equals"]))[1] != output:
+        yield "prints something else than its equal"
+    notes = [line.removeprefix("megacore: note: ") for line in errors.splitlines()]
+    if notes != row.get("notes", notes):
+        yield f"notes {notes}"
+
+
+def refusal(program: str, words: list[str]) -> list[str]:
+    """The problems that a program names, after a look at the form of what it prints."""
+    status, output, errors = run(program, words)
+    assert (status, output) == (2, "")
+    name, (first, *lines) = f"{program.rpartition('.')[2]}.py", errors.splitlines()
     if not lines:
         assert first.startswith(f"{name}: error: ")
         return [first.removeprefix(f"{name}: error: ")]
-    *problems, last = lines
+    *problems, last = [line for line in lines if not line.startswith("Keys of ")]
     count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
     assert (first, last) == (f"megacore: refused: {count}", f"Flags and their defaults: {name} --help")
     return [problem.removeprefix("  - ") for problem in problems]
@@ -62,10 +93,10 @@ def refusal(program: str, words: list[str]) -> list[str]:
         for is_slow in sorted({row.get("slow", False) for row in table["rows"]})
     ],
 )
-def test_a_command_line_that_cannot_be_used_is_refused(
+def test_command_lines_of_tools(
     subject: str, program: str, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing is written."""
+    """A refusal writes nothing."""
     failures = []
     for number, values in enumerate(TABLES[subject]["rows"]):
         row = {"plain": "", "words": "", "slow": False, **TABLES[subject], **values}
@@ -74,10 +105,13 @@ def test_a_command_line_that_cannot_be_used_is_refused(
         (place := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(place)
         place_files(row)
-        before = sorted(place.iterdir())
-        found = refusal(program, shlex.split(f"{row['plain']} {row['words']}"))
-        expected = "\n".join(re.escape(line).replace(r"\.\.\.", ".*") for line in row["says"])
-        if not re.fullmatch(expected, "\n".join(found)):
+        words, before = shlex.split(f"{row['plain']} {row['words']}"), sorted(place.iterdir())
+        with mock.patch.dict("os.environ", row.get("variables", {})):
+            if "says" not in row:
+                failures += [f"{row['words']} {line}" for line in unsaid(row, program, words)]
+                continue
+            found = refusal(program, words)
+        if not re.fullmatch(pattern(row["says"]), "\n".join(found)):
             failures.append(f"{values} has {found}")
         assert sorted(place.iterdir()) == before
     assert not failures, "\n".join(failures)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megacore.config.bert import BertConfig
-from megacore.config.cli import parse_config, save_toml
+from megacore.config.cli import save_toml
 from megacore.errors import ConfigError
 from megacore.parallel.processors import available_cores
 from megacore.plan.cluster import load_cluster
@@ -42,29 +42,13 @@ def refusal_of(directory: Path, *flags: str) -> list[str]:
 
 def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path)
-    assert main(["--calibrate", str(tmp_path)]) == 0
-    capsys.readouterr()
-    cluster = tmp_path / "cluster.toml"
-    plan = planned(capsys, f"pretrain_gpt.py --config {tmp_path / 'config.toml'} --cluster {cluster}")
-    assert plan["step_seconds"]["value"] == pytest.approx(0.5, rel=1e-3)
-    assert plan["step_seconds"]["origin"] == "fitted"
-
-
-def test_calibration_takes_runs_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--mock-data --vocab-size 64 --train-iters 4 --num-layers 2 --hidden-size 32 --num-attention-heads 2"
-    config = parse_config(flags.split(), prog="pretrain_bert.py", description="", kind=BertConfig)
-    save_toml(config, tmp_path / "config.toml")
-    write_rows(tmp_path, [0.5] * 4)
-    assert main(["--calibrate", str(tmp_path)]) == 0
-    assert "predicted with it: 0.5 s (+0.0%)" in capsys.readouterr().out
-
-
-def test_calibration_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path)
     assert main(["--calibrate", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     path = tmp_path / "cluster.toml"
     assert found["path"] == str(path)
+    run = f"pretrain_gpt.py --config {tmp_path / 'config.toml'} --cluster {path}"
+    step = planned(capsys, run)["step_seconds"]
+    assert (step["value"], step["origin"]) == (pytest.approx(0.5, rel=1e-3), "fitted")
     assert found["cluster"] == tomllib.loads(path.read_text(encoding="utf-8"))
     assert (found["rows"], found["rows_left_out"]) == (3, 1)
     assert found["measured_seconds"] == {"fast": 0.5, "median": 0.5, "slow": 0.5}
@@ -82,48 +66,28 @@ def test_calibration_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert about["node_bandwidth_gb_s"] == {"unit": "GB/s", "origin": "assumed"}  # the run has no transfers
 
 
-def test_a_fit_takes_four_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, [0.5] * 3)
-    (problem,) = refusal_of(tmp_path)
-    assert "metrics.jsonl has 3 rows with perf/step_time_s, which must be at least 4" in problem
-    assert "--log-interval 1" in problem
-    write_rows(tmp_path, [0.5] * 4)
-    assert main(["--calibrate", str(tmp_path)]) == 0
+TIMES = ("-1.0", "0", "1e300", "NaN", "Infinity", "-Infinity", "true", "null", '"fast"', "[1]", "1e-9", "9" * 300)
+BOUNDS = r", line 3: perf/step_time_s = .{1,40} must be a number of seconds from 1e-06 to 1,000,000"
 
 
 @pytest.mark.parametrize(
-    "text", ["-1.0", "0", "1e300", "NaN", "Infinity", "-Infinity", "true", "null", '"fast"', "[1]", "1e-9", "9" * 300]
-)
-def test_a_time_that_no_step_takes_is_refused_with_bounds(text: str, tmp_path: Path) -> None:
-    write_run(tmp_path, [0.5] * 8)
-    path = tmp_path / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    lines[4] = f'{{"step": 4, "perf/step_time_s": {text}}}'
-    path.write_text("\n".join(lines), encoding="utf-8")
-    (problem,) = refusal_of(tmp_path)
-    assert problem.startswith(f"--calibrate {tmp_path}: metrics.jsonl, line 5: perf/step_time_s = ")
-    assert problem.endswith("must be a number of seconds from 1e-06 to 1,000,000")
-    assert len(problem) < len(str(tmp_path)) + 200
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
+    ("line", "said"),
     [
-        (b"\xff\xfe\x00garbage", "line 3 is no JSON object"),
-        (b"not json", "line 3 is no JSON object"),
-        (b"[1, 2]", "line 3 is no JSON object"),
-        (b"[" * 100_000, "line 3 is no JSON object"),
-        (b"a\nb\nc", "3 lines are no JSON objects, the first is line 3: "),
+        *((f'{{"step": 4, "perf/step_time_s": {text}}}'.encode(), BOUNDS) for text in TIMES),
+        (b"\xff\xfe\x00garbage", " is damaged: line 3 is no JSON object.*"),
+        (b"not json", " is damaged: line 3 is no JSON object.*"),
+        (b"[1, 2]", " is damaged: line 3 is no JSON object.*"),
+        (b"[" * 100_000, " is damaged: line 3 is no JSON object.*"),
+        (b"a\nb\nc", " is damaged: 3 lines are no JSON objects, the first is line 3: .*"),
     ],
 )
-def test_a_damaged_line_is_refused_by_its_number(damage: bytes, said: str, tmp_path: Path) -> None:
+def test_a_wrong_line_is_refused_by_its_number(line: bytes, said: str, tmp_path: Path) -> None:
     write_run(tmp_path, [0.5] * 8)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    lines.insert(2, damage)
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
     (problem,) = refusal_of(tmp_path)
-    assert problem.startswith(f"--calibrate {tmp_path}: metrics.jsonl is damaged: {said}")
+    assert re.fullmatch(re.escape(f"--calibrate {tmp_path}: metrics.jsonl") + said, problem), problem
 
 
 def test_a_damaged_record_of_the_machine_is_no_missing_one(tmp_path: Path) -> None:
@@ -136,13 +100,6 @@ def test_a_damaged_record_of_the_machine_is_no_missing_one(tmp_path: Path) -> No
     path.write_text('{"event": "exit"}\n{"event": "launch", "co', encoding="utf-8")  # a killed run
     write_rows(tmp_path, [0.5] * 8)
     assert read_run(tmp_path).launch.machine is None
-
-
-def test_the_line_that_a_killed_run_did_not_finish_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, [0.5] * 8)
-    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 9, "perf/st')
-    assert read_run(tmp_path).steps.rows == 6
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "cluster.toml"])

@@ -33,25 +33,6 @@ def test_the_figures_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> N
     assert "less exposed tensor, sequence and context parallel communication" in line and "the ranges" in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "layouts", "said"),
-    [
-        ("--dp 8 --zero-stage 3", ["--micro-batch-size 1"], "A and B are equal within the error of 10%"),
-        ("--dp 4 --tp 2", ["--tp 8"], "but does not fit"),  # the run as given is A
-        (
-            "--dp 4 --tp 2",
-            ["--tp 4 --schedule 1f1b"],
-            "- B: `--tp 4 --schedule 1f1b`: `--tp 4 --pp 1 --dp 2 ",
-        ),
-        ("--dp 8 --zero-stage 3", ["--cluster h100", "--cluster h200"], ", on h200"),
-        ("--tp 8", ["", "--software megatron-core"][1:], "with megatron-core on h100 took"),
-    ],
-)
-def test_layouts(flags: str, layouts: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compared(flags, *layouts) == 0
-    assert said in capsys.readouterr().out
-
-
 def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With another layout on as many ranks, and by --search with the best one."""
     run = "[model]\npreset = 'llama-3-8b'\n[parallel]\ntp = 8\ndp = 2\n[training]\nglobal_batch_size = 64\n"
@@ -65,24 +46,6 @@ def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"^- 1 wins: it saves [\d.]+% of the time of your layout \(`--tp 8 --pp 1 --dp 2 ", text, re.M)
     assert re.search(r"^- 1 and 2 are equal within the error of 10%: ", text, re.M)
     assert "- 1 to 4 are equal: the planner cannot tell" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "steps"),
-    [
-        ("--cluster h100 --software megatron-core --tp 8", 7),
-        ("--cluster h100 --software megacore --tp 8", 0),  # checked on one device only
-        ("--cluster h200 --software megatron-core --tp 8", 0),
-        ("--cluster gb200 --software megatron-core --tp 8 --dp 128", 0),  # more devices than were checked
-        ("--cluster a100-40g --software megatron-lm --tp 8", PUBLISHED["a100", "megatron-lm", "dense models"].rows),
-    ],
-)
-def test_what_was_checked_and_what_never(flags: str, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"pretrain_gpt.py --preset llama-3-8b --global-batch-size 128 --estimate {flags}"
-    plan = planned(capsys, run)
-    assert plan["checked_steps"] == steps
-    assert main(run.split()) == 0
-    assert (f"- checked: {steps} published steps" if steps else "- never checked: ") in capsys.readouterr().out
 
 
 def test_the_range_has_the_errors_of_published_steps(capsys: pytest.CaptureFixture[str]) -> None:

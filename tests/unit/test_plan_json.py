@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megacore.plan.plan_json import described
 from tests.unit.planning import BLOOM, numbers_without_unit, planned
 
 EXPERTS = (
@@ -66,8 +65,3 @@ def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: 
             assert sum(term[end] for term in rank["terms"].values()) == pytest.approx(rank["peak"][end])
     for end in ("low", "value", "high"):
         assert report["peak"][end] == max(rank["peak"][end] for rank in report["memory"])
-
-
-def test_a_number_of_which_no_unit_is_known_is_an_error() -> None:
-    with pytest.raises(KeyError, match=r"layout\.warps"):
-        described({"layout": {"tp": 2, "warps": 4}}, "assumed")

@@ -75,6 +75,25 @@ def test_a_picture_that_fails_does_not_lose_the_report(
     assert [path.is_file() for path in paths[1:]] == [True] * (len(paths) - 1)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc refuses new files to root too")
+def test_pictures_that_cannot_be_written_are_refused_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe.svg"
+    os.mkfifo(pipe)
+    flags = f"pretrain_gpt.py --preset gpt2-small --cluster moon --timeline {pipe} --memory-timeline /proc/m.svg"
+    assert main(flags.split()) == 2
+    out, text = capsys.readouterr()
+    assert not out
+    for part in (
+        "3 problems",
+        "--cluster moon",
+        f"--timeline {pipe} is not a regular file",
+        "--memory-timeline /proc/m.svg cannot be written: /proc takes no new files",
+    ):
+        assert part in text
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_picture_that_fails_while_it_is_written_leaves_the_file_as_it_was(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"picture.{suffix}"
