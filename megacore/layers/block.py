@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, Protocol, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ class BuildsAttention(Protocol):
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with norms of what attention and MLP give, as
     in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2). Where the configuration asks
-    for attention and MLP side by side, a `ParallelBlock` or a `SharedNormBlock` is made.
+    for attention and MLP side by side, it becomes a `ParallelBlock` or a `SharedNormBlock`.
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -214,11 +214,6 @@ class TransformerBlock(nn.Module):
     Raises:
         ConfigError: the run asks for what `attention` does not have.
     """
-
-    def __new__(cls, config: ResolvedModel | None = None, *_: Any, **__: Any) -> TransformerBlock:
-        if cls is not TransformerBlock or config is None or not config.parallel_residual:  # None: a copy is made
-            return super().__new__(cls)
-        return super().__new__(SharedNormBlock if config.shared_parallel_norm else ParallelBlock)
 
     def __init__(
         self,
@@ -255,6 +250,10 @@ class TransformerBlock(nn.Module):
         self.mlp_post_norm = norm() if has_post_norms else None
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
         self.mlp_residual = build_residual(config, self.mlp_dropout, self.mlp_post_norm)
+        if config.parallel_residual and not isinstance(self, ParallelBlock):
+            own, kind = type(self), SharedNormBlock if config.shared_parallel_norm else ParallelBlock
+            # The methods of a subclass come first.
+            cast(Any, self).__class__ = kind if own is TransformerBlock else type(own.__name__, (own, kind), {})
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...

@@ -315,6 +315,27 @@ def test_a_rotary_of_whole_sequences_is_refused_where_ranks_divide_them() -> Non
         assert ("layer 'a' has a Rotary of whole sequences, which cp 2 divides" in str(refused.value)) is said
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_subclass_of_the_block_has_the_arrangement_of_its_model(shared: bool) -> None:
+    class Own(TransformerBlock):
+        pass
+
+    settings = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, parallel_residual=True,
+        shared_parallel_norm=shared,
+    )  # fmt: skip
+    model, device = settings.resolve(seq_length=4), torch.device("cpu")
+    context = BuildContext(device=device, streams=RandomStreams(1, device))
+    block, own = TransformerBlock(model, context, "a"), Own(model, context, "a")
+    torch.manual_seed(0)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    own.load_state_dict(block.state_dict())
+    x = torch.randn(1, 4, 8)
+    assert isinstance(own, Own)
+    assert torch.equal(own(x), block(x))
+
+
 def test_a_wrong_batch_is_refused() -> None:
     engine = engine_of([linear("a")])
     with pytest.raises(UserError, match="got 3 microbatches, but num_microbatches is 4"):
