@@ -336,6 +336,26 @@ def test_a_subclass_of_the_block_has_the_arrangement_of_its_model(shared: bool) 
     assert torch.equal(own(x), block(x))
 
 
+@pytest.mark.parametrize("placement", ["before", "after", "both"])
+def test_a_block_tells_what_leaves_padding_out_where_it_is(placement: Any) -> None:
+    told = []
+
+    class Experts(nn.Identity):
+        leaves_padding_out = True
+
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            told.append(padding)
+            return x
+
+    settings = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, norm_placement=placement)
+    device = torch.device("cpu")
+    context = BuildContext(device=device, streams=RandomStreams(1, device), beside=("padding",))
+    block = TransformerBlock(settings.resolve(seq_length=4), context, "a", mlp=lambda model, context: Experts())
+    padding = torch.tensor([[0, 0, 1, 1]])
+    block((torch.randn(1, 4, 8), padding))
+    assert [each is padding for each in told] == [True]
+
+
 def test_a_wrong_batch_is_refused() -> None:
     engine = engine_of([linear("a")])
     with pytest.raises(UserError, match="got 3 microbatches, but num_microbatches is 4"):
