@@ -35,6 +35,7 @@ import pytest
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
+from megacore.config.spelling import OWNERS, negative, own_flag
 from tests.unit.refusals import proposals
 
 Row = dict[str, Any]
@@ -166,6 +167,11 @@ def test_command_lines(subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.chdir(place)
         failures += [f"{row['words']} {row.get('text', '')}\n    {line}" for line in wrong(row)]
     assert not failures, "\n".join([f"{len(failures)} of {subject} in tests/argv.toml:", *failures])
+
+
+def test_every_parameter_has_a_row() -> None:
+    words = {word for row in TABLES["parameters"]["rows"] for word in row["words"].replace("=", " ").split()}
+    assert {field for field in OWNERS if not {own_flag(field), negative(own_flag(field))} & words} == set()
 
 
 # By default the proposals of every subject but the largest.

@@ -97,17 +97,25 @@ def _print_table(rates: dict[str, list[float]], steps: Sequence[int]) -> None:
         print(str(step).rjust(9), *(f"{value:14.6g}" for value in values))
 
 
-def _configuration(flags: Sequence[str]) -> tuple[OptimizerConfig, OptimizerSettings, int, BatchSizes]:
+def _configuration(
+    flags: Sequence[str], optimizer: str | None = None
+) -> tuple[OptimizerConfig, OptimizerSettings, int, BatchSizes]:
     """The section of the optimizer, the settings that have its momentum, the number of steps, and their batch sizes.
+
+    Args:
+        flags: the words of the command line.
+        optimizer: the one that another source chooses, where that is known.
 
     Raises:
         ConfigError: a flag is wrong, or --train-iters is missing.
     """
-    given = read_flags(flags, Config)
+    given = read_flags(flags, Config, optimizer=optimizer)
     path = given.values.pop("config", None)
     file = Given() if path is None else read_toml(path, Config)
     _translate(given, file.values)
     values = {**file.values, **given.values}
+    if given.by_optimizer:
+        return _configuration(flags, values.get("optimizer", OptimizerConfig().optimizer))
     problems = [*given.problems, *file.problems]
     if "train_iters" not in values:
         raise ConfigError(problems or ["--train-iters is missing: use --train-iters 1000"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 import megacore
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos
-from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_by_optimizer, read_flags
+from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.launch_notes import (
@@ -44,6 +43,7 @@ from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.search_start import Searched
+from megacore.config.spelling import fields_in
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -63,7 +63,6 @@ T = TypeVar("T")
 R = TypeVar("R", bound=ResolvedConfig)
 R_co = TypeVar("R_co", bound=ResolvedConfig, covariant=True)
 
-_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 Shape = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -279,8 +278,9 @@ def _read(
     files_elsewhere: bool = False,
     searched: Searched | None = None,
     computes_on_cpu: Callable[[str], bool] | None = None,
+    optimizer: str | None = None,
 ) -> _Reading[C]:
-    flags = read_flags(argv, kind)
+    flags = read_flags(argv, kind, optimizer=optimizer)
     typed = dict(flags.values)
     _save_in_directory(flags)
     others = other_trainers()
@@ -296,15 +296,25 @@ def _read(
     def build(given: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, theirs=theirs, continued=former))
 
-    if flags.by_optimizer:
-        read_by_optimizer(flags, build(given).optimizer.optimizer, kind)
-
     def build_alone(values: Mapping[str, Any]) -> C:
         return _build(kind, _with_defaults(kind, values))
 
     others.translate(flags, file.values, build, process.world_size)
     given = {**file.values, **flags.values}
     config = build(given)
+    if flags.by_optimizer:  # now it is known which
+        return _read(
+            argv,
+            process,
+            kind,
+            shape,
+            continued,
+            is_planned=is_planned,
+            files_elsewhere=files_elsewhere,
+            searched=searched,
+            computes_on_cpu=computes_on_cpu,
+            optimizer=config.optimizer.optimizer,
+        )
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = list(flags.problems)
@@ -512,10 +522,10 @@ def _message(
 
 def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """Where the flags of the problems come from, if that is not the command line."""
-    refused = set(_FLAG.findall(" ".join(problems)))
+    refused = fields_in(" ".join(problems))
     for origin, settings in translated.items():
         for source, ours in settings.items():
-            if refused & set(_FLAG.findall(ours)) and not any(source in problem for problem in problems):
+            if refused & fields_in(ours) and not any(source in problem for problem in problems):
                 yield f"Translated: {source} of {origin} is {ours}."
 
 

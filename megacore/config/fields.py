@@ -21,7 +21,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -215,7 +215,12 @@ class Section:
         yield from ()
 
     def without_effect(
-        self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str | Way
+        self,
+        names: tuple[str, ...],
+        wrong: frozenset[str],
+        given: str,
+        needs: str | Way,
+        spelled: Callable[[str, Any], str] = flag_and_value,
     ) -> Iterator[str]:
         """Yields a message for each of the fields that is set although it has no effect.
 
@@ -228,6 +233,7 @@ class Section:
             given: the flag and value that disable them.
             needs: the flag and value that they need; in words that are not tried before they are proposed, or as a way
                 out.
+            spelled: a field with its value.
         """
         infos = field_infos(type(self))
         for name in names:
@@ -237,7 +243,7 @@ class Section:
                 self.former_defaults.get(name, default),
             ):
                 yield Problem(
-                    f"{flag_and_value(name, value)} has no effect with {given}",
+                    f"{spelled(name, value)} has no effect with {given}",
                     Change("leave it out", {name: default}),
                     Change(f"use {needs}") if isinstance(needs, str) else needs,
                 )

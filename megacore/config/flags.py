@@ -63,18 +63,29 @@ def setting_files() -> Mapping[str, tuple[FieldInfo, str]]:
     return {CONFIG_INFO.name: (CONFIG_INFO, CONFIG_DOC), **other_trainers().files}
 
 
-def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
+def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: str | None = None) -> Given:
     """Reads a command line without the program's name. The paths of files of settings are among the values under their
-    names in `setting_files`."""
+    names in `setting_files`.
+
+    Args:
+        argv: the words.
+        kind: the kind of configuration.
+        optimizer: the one that another source chooses, where the command line does not.
+    """
     flags = flags_by_name(kind)
     given = Given()
     words: dict[str, _Word] = {}
-    for word in _with_parameters(_words(argv, given), flags, given):
+    every = list(_with_parameters(_words(argv, given), flags, given))
+    optimizer = _optimizer_of(every, flags) or optimizer
+    for word in every:
         info = flags.get(word.flag)
         given.names.append(word.flag)
-        if len(_fields_of_parameter(word.flag)) > 1:
-            given.by_optimizer.append((word.flag, word.values))
-        elif (setting := other_trainers().setting_of(word.flag, word.values)) is not None:
+        if len(candidates := _fields_of_parameter(word.flag)) > 1:
+            if optimizer is None:
+                given.by_optimizer.append(word.flag)
+                continue
+            info = all_fields(kind)[field_of_optimizer(candidates, optimizer, kind)]
+        if (setting := other_trainers().setting_of(word.flag, word.values)) is not None:
             given.foreign = [other for other in given.foreign if other.source.partition(" ")[0] != word.flag]
             given.foreign.append(setting)
             _note_repeated(words.get(word.flag), word, given)
@@ -86,26 +97,22 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             words[info.name] = word
             _read_value(word, info, given)
     given.problems += [other_trainers().refusal(names, advice) for advice, names in given.refused.items()]
-    if "optimizer" in given.values:
-        read_by_optimizer(given, given.values["optimizer"], kind)
     return given
 
 
-def read_by_optimizer(given: Given, optimizer: str, kind: type[Config] = Config) -> None:
-    """Reads the parameters of --optimizer that are different fields for different optimizers.
-
-    Args:
-        given: the command line, which receives the values.
-        optimizer: the one that is chosen, maybe by another source of settings.
-        kind: the kind of configuration.
-    """
-    fields = all_fields(kind)
+def field_of_optimizer(candidates: Sequence[str], optimizer: str, kind: type[Config] = Config) -> str:
+    """Which of the fields of one parameter of --optimizer an optimizer reads; the first if it reads none."""
     read = (optimizer, *(OPTIMIZERS[optimizer].shares if optimizer in OPTIMIZERS else ()))
-    for flag, values in given.by_optimizer:
-        candidates = _fields_of_parameter(flag)
-        field = next((name for name in candidates if section_of(kind, name) in read), candidates[0])
-        _read_value(_Word(flag, values), fields[field], given)
-    given.by_optimizer.clear()
+    return next((name for name in candidates if section_of(kind, name) in read), candidates[0])
+
+
+def _optimizer_of(words: Sequence[_Word], flags: Mapping[str, FieldInfo]) -> str | None:
+    """The optimizer that a command line chooses; None: it leaves that to other sources."""
+    read = Given()
+    for word in words:
+        if (info := flags.get(word.flag)) is not None and info.name == "optimizer":
+            _read_value(word, info, read)
+    return read.values.get("optimizer")
 
 
 def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Config] = Config) -> list[str]:
@@ -150,17 +157,26 @@ def _with_parameters(words: Iterator[_Word], flags: Mapping[str, FieldInfo], giv
         if owner is None or owner.name not in PARAMETERS:
             yield word
             continue
-        values, found = list[str](), list[_Word]()
+        values, found, is_read = list[str](), list[_Word](), True
         for text in word.values:
             name, equals, value = text.partition("=")
-            if parameter := _parameter(owner.flag, text, flags):
+            is_text = owner.kind is str and not owner.choices and not values  # a name, which may be any word
+            if (parameter := _parameter(owner.flag, text, flags)) and (equals or not is_text):
                 found.append(_Word(parameter, [value] if equals else []))
-            elif equals and (values or owner.choices or owner.kind is not str):
-                near = did_you_mean(name, PARAMETERS[owner.name])
-                given.problems.append(f"{word.flag} {text}: {owner.flag} has no parameter {name}{near}")
+            elif equals and not is_text:
+                near, is_read = nearest_name(name, PARAMETERS[owner.name]), False
+                given.problems.append(
+                    f"{word.flag} {text}: {owner.flag} has no parameter {name}"
+                    f"{did_you_mean(name, PARAMETERS[owner.name])}"
+                )
+                given.unread.update(PARAMETERS[owner.name][near] if near else ())
+            elif found and not found[-1].values and flags[found[-1].flag].kind is not bool:
+                parameter, is_read = found.pop().flag, False
+                given.problems.append(f"{parameter} {text} are two words: write {with_value(parameter, text)}")
+                given.unread.add(flags[parameter].name)
             else:
                 values.append(text)
-        if values or not found or owner.kind is bool:
+        if values or (is_read and not found) or owner.kind is bool:
             yield _Word(word.flag, values)
         yield from found
 
@@ -179,7 +195,10 @@ def _fields_of_parameter(flag: str) -> tuple[str, ...]:
 
 def _note_repeated(first: _Word | None, last: _Word, given: Given) -> None:
     if first is not None and (first.values or first.flag) != (last.values or last.flag):
-        one, other = (" ".join([word.flag, *(value or "''" for value in word.values)]) for word in (first, last))
+        one, other = (
+            with_value(word.flag, " ".join(value or "''" for value in word.values)) if word.values else word.flag
+            for word in (first, last)
+        )
         given.notes.append(f"{one} is followed by {other}, which counts")
 
 

@@ -40,7 +40,7 @@ class Given:
         problems: what is wrong with the source.
         unread: fields that the source sets to a value which could not be read.
         foreign: settings of other trainers, which become fields when they are translated.
-        by_optimizer: parameters of --optimizer, with their words, whose field depends on which it is.
+        by_optimizer: parameters of --optimizer that are not read, as other sources say which it is.
         names: flags of the command line as they are spelled there.
         refused: other trainers' flags that are not accepted, by what to use instead.
         translated: settings of other trainers and the flags that they became, by where they come from.
@@ -52,7 +52,7 @@ class Given:
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     foreign: list[ForeignSetting] = field(default_factory=list)
-    by_optimizer: list[tuple[str, list[str]]] = field(default_factory=list)
+    by_optimizer: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
     translated: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megacore.config.fields import field_infos, use
+from megacore.config.flags import field_of_optimizer
 from megacore.config.mup import mup_problems
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.problem import Change, Problem
 from megacore.config.rules import Rules
 from megacore.config.schema import Config, sections_of
+from megacore.config.spelling import OWNERS, PARAMETERS, flag_and_value
 
 OPTIMIZER_RULES = Rules()
 
@@ -17,11 +20,18 @@ OPTIMIZER_RULES = Rules()
 @OPTIMIZER_RULES.about("optimizer")
 def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
     chosen_name, settings = config.optimizer.optimizer, config.optimizer_settings
+
+    def spelled(name: str, value: Any) -> str:
+        fields = PARAMETERS["optimizer"].get(OWNERS.get(name, ("", ""))[1], (name,))
+        is_of_other = name != field_of_optimizer(fields, chosen_name, type(config))  # --lion-beta1 with adamw
+        return flag_and_value(name, value, own=is_of_other)
+
     for name in sections_of(type(config)):
         section = getattr(config, name)
         if isinstance(section, OptimizerSettings) and name not in (chosen_name, *settings.shares):
             wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
-            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", use("optimizer", name))
+            needs = use("optimizer", name)
+            yield from section.without_effect(fields, wrong, f"--optimizer {chosen_name}", needs, spelled)
 
 
 @OPTIMIZER_RULES.about("optimizer", "moments_dtype")

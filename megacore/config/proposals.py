@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, message
-from megacore.config.spelling import fields_in, flag, flag_and_value
+from megacore.config.spelling import fields_in, flag, flag_and_value, is_shared
 
 Changes = Mapping[str, Any]
 Recheck = Callable[[Changes], Sequence[str]]
@@ -234,7 +234,7 @@ def _sample(values: Sequence[int]) -> list[int]:
 def _combined(changes: Changes) -> str:
     """Values of several fields in words: flags to copy, and those to leave out."""
     left_out = [flag(name) for name, value in changes.items() if value is None]
-    given = [flag_and_value(name, value) for name, value in changes.items() if value is not None]
+    given = [flag_and_value(k, v, own=is_shared(k)) for k, v in changes.items() if v is not None]
     words = [" ".join(given)] if given else []
     return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 

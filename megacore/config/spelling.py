@@ -15,6 +15,7 @@ from typing import Any
 from megacore.config.messages import number
 
 _SPELLED = re.compile(r"--([a-z][a-z0-9-]*)(?:( )([a-z0-9-]+)(=)?)?")
+_SHORT = re.compile(r"(?<![\w-])(?:[a-z0-9-]+(?==)|[a-z0-9]+-[a-z0-9-]+)")
 PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     owner: {name: (fields,) if isinstance(fields, str) else tuple(fields) for name, fields in rows.items()}
     for owner, rows in tomllib.loads(Path(__file__).with_name("parameters.toml").read_text(encoding="utf-8")).items()
@@ -62,7 +63,15 @@ def fields_in(text: str) -> set[str]:
         return ""
 
     with_names(text, name)
-    return found
+    words = set(_SHORT.findall(text))  # `--rope-scaling low-freq-factor=4 must be below high-freq-factor=4`
+    short = (rows for owner, rows in PARAMETERS.items() if f"--{owner.replace('_', '-')} " in text)
+    return found | {rows[word][0] for rows in short for word in words & rows.keys()}
+
+
+def is_shared(field: str) -> bool:
+    """Whether a field is the parameter of one optimizer that is another field for another optimizer."""
+    owner, name = OWNERS.get(field, (field, ""))
+    return len(PARAMETERS.get(owner, {}).get(name, ())) > 1
 
 
 def own_flag(field: str) -> str:
@@ -81,10 +90,17 @@ def with_value(flag: str, value: str) -> str:
     return f"{flag}{'=' if flag.startswith('--') and ' ' in flag else ' '}{value}"
 
 
-def flag_and_value(field: str, value: Any) -> str:
-    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`."""
+def flag_and_value(field: str, value: Any, *, own: bool = False) -> str:
+    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`.
+
+    Args:
+        field: its name.
+        value: of the field.
+        own: a parameter is spelled as its alias.
+    """
+    name = own_flag(field) if own else flag(field)
     if isinstance(value, bool):
-        return flag(field) if value else negative(flag(field))
+        return name if value else negative(name)
     words = value if isinstance(value, list | tuple) else [value]
     shown = (number(word) if isinstance(word, int | float) else str(word) for word in words)
-    return with_value(flag(field), " ".join(shown))
+    return with_value(name, " ".join(shown))
