@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import (
-    SECTIONS,
-    Config,
-    cli,
-)
+from megacore.config import SECTIONS, Config, cli
 from megacore.config import toml as config_file
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
@@ -93,16 +89,12 @@ def _read_without_checks(path: Path) -> Config:
 @pytest.mark.parametrize("preset", [None, *GPT_PRESETS])
 def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_path: Path) -> None:
     rng = random.Random(str(preset))
-    for _ in range(1):
-        argv = ["--mock-data", "--train-iters", str(rng.randint(2, 9)), "--lr", repr(rng.random())]
-        argv += ["--preset", preset] if preset else ["--vocab-size", "17"]
-        argv += rng.choice([[], ["--hidden-dropout", "0"], ["--num-layers", "5"], ["--adam-eps", "1e-12"]])
-        first = parse_config(argv, prog="x", description="x", kind=Config)
-        save_toml(first, tmp_path / "config.toml")
-        assert (
-            parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=Config) == first
-        )
-        assert load_toml(tmp_path / "config.toml").resolve(1) == first
+    argv = ["--mock-data", "--train-iters", str(rng.randint(2, 9)), "--lr", repr(rng.random())]
+    argv += ["--preset", preset] if preset else ["--vocab-size", "17"]
+    argv += rng.choice([[], ["--hidden-dropout", "0"], ["--num-layers", "5"], ["--adam-eps", "1e-12"]])
+    first, path = parse(*argv), tmp_path / "config.toml"
+    save_toml(first, path)
+    assert parse("--config", str(path)) == load_toml(path).resolve(1) == first
 
 
 def test_the_saved_file_says_which_version_wrote_it_and_is_replaced_whole(

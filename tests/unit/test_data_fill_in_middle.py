@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig
+from megacore.config import Config
 from megacore.data.gpt.build import InputErrors, build_datasets, check_inputs, vocabulary_size
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.fill_in_middle import KNOWN_SENTINELS, FillInTheMiddle, Sentinels, sentinels_of
@@ -20,6 +20,7 @@ from megacore.data.indexed.sidecar import loss_mask_prefix
 from megacore.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit import data_bytes
+from tests.unit.test_data_build import unresolved
 
 PRE, MID, SUF, EOD = 1001, 1002, 1003, 1000
 NAMES = KNOWN_SENTINELS[0]
@@ -157,11 +158,8 @@ def test_characters_are_cut_and_the_text_stays(coder: JsonTokenizer) -> None:
 
 
 def config(path: Path, **data: Any) -> Config:
-    return Config(
-        model=ModelConfig(vocab_size=None),
-        data=DataConfig(**{"data_path": (str(path / "d"),), "tokenizer": str(path / "t"), "seq_length": 16, **data}),
-        training=TrainingConfig(train_iters=20, global_batch_size=2, micro_batch_size=1, eval_interval=5, eval_iters=2),
-    )
+    usual = {"data_path": (str(path / "d"),), "tokenizer": str(path / "t")}
+    return unresolved(vocab_size=None, **{**usual, **data})
 
 
 @pytest.fixture

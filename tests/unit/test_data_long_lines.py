@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from megacore.data.indexed import long_lines
-from megacore.data.indexed.long_lines import LongLine
 from megacore.data.indexed.preprocess import Job, preprocess
-from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
+from megacore.data.tokenizers.fast_bpe import fast_encoder
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.data.tokenizers.training import train_tokenizer
+from tests.unit import test_data_preprocess
 from tests.unit.test_data_preprocess import BAD_LINES, ROOT, SOURCES
 
+tokenizer = test_data_preprocess.tokenizer  # fixture
 LETTERS = [*'aé"\\/{]\t\n\x00', "b ", " c d ", "東京", "😀", "u12", " the quick fox "]
 BROKEN = [
     *BAD_LINES,
@@ -39,21 +40,6 @@ BROKEN = [
     b'LONG "LONG',
     b'{"text": ["LONG"]}',
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """A small byte-level BPE."""
-    return train_tokenizer(SOURCES, "bpe", 500)
-
-
-@pytest.fixture(scope="module")
-def fast(tokenizer: Tokenizer) -> FastEncoder:
-    """Its fast encoder."""
-    encoder = fast_encoder(tokenizer)
-    assert encoder is not None
-    assert encoder.divides
-    return encoder
 
 
 @pytest.fixture(params=[3, 17, 64])
@@ -90,8 +76,10 @@ def lines() -> list[bytes]:
     ("small", "workers"), [(3, 1), pytest.param(17, 2, marks=pytest.mark.slow), (64, 1)], indirect=["small"]
 )
 def test_a_line_in_pieces_gives_what_it_gives_in_one(
-    workers: int, small: None, tokenizer: Tokenizer, fast: FastEncoder, tmp_path: Path
+    workers: int, small: None, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
+    fast = fast_encoder(tokenizer)
+    assert fast is not None and fast.divides
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines()))
     reports, files = [], []
     for name, threshold in (("whole", 1 << 23), ("pieces", 1)):
@@ -117,13 +105,6 @@ def test_a_line_in_pieces_gives_what_it_gives_in_one(
     assert (whole.tokens, whole.text_bytes, whole.file_bytes) == (pieces.tokens, pieces.text_bytes, pieces.file_bytes)
     assert whole.repeated >= 2
     assert files[0] == files[1]
-
-
-def test_a_line_that_is_long_without_its_texts_is_read_whole(small: None, tmp_path: Path) -> None:
-    line = LongLine(tmp_path)
-    line.write(b'{"text": "x", "n": [' + b"1, " * 200 + b"2]}")
-    assert line.texts(["text"]) is None
-    line.close()
 
 
 @pytest.mark.slow

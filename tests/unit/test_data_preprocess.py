@@ -56,20 +56,24 @@ def run(folder: Path, content: str, tokenizer: Any, /, *, name: str = "a.txt", *
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 19])
-def test_lines_end_at_newlines_and_nowhere_else(chunk_bytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes("\ufefffirst\r\n\n  \n second\x0bstill\x0cstill\u2028still\x85still \nlast".encode())
-    expected = ["first", " second\x0bstill\x0cstill\u2028still\x85still ", "last"]
-    assert documents(path, chunk_bytes=chunk_bytes) == (expected, [])
+PARAGRAPHS = b"\n\none\n  two\n\n \t\nthree\r\nfour\n\n\n\nfive"
+LINES = "\ufefffirst\r\n\n  \n second\x0bstill\x0cstill\u2028still\x85still \nlast".encode()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 19])
-def test_paragraphs_and_whole_files_can_be_documents(chunk_bytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"\n\none\n  two\n\n \t\nthree\r\nfour\n\n\n\nfive")
-    assert documents(path, "paragraph", chunk_bytes)[0] == ["one\n  two", "three\nfour", "five"]
-    assert documents(path, "file", chunk_bytes)[0] == ["\n\none\n  two\n\n \t\nthree\nfour\n\n\n\nfive"]
+@pytest.mark.parametrize(
+    ("unit", "content", "expected"),
+    [
+        ("line", LINES, ["first", " second\x0bstill\x0cstill\u2028still\x85still ", "last"]),
+        ("paragraph", PARAGRAPHS, ["one\n  two", "three\nfour", "five"]),
+        ("file", PARAGRAPHS, ["\n\none\n  two\n\n \t\nthree\nfour\n\n\n\nfive"]),
+    ],
+)
+def test_documents_end_where_their_unit_does(
+    unit: TextUnit, content: bytes, expected: list[str], chunk_bytes: int, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert documents(tmp_path / "a.txt", unit, chunk_bytes) == (expected, [])
 
 
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file"])

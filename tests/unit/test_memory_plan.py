@@ -30,9 +30,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> AvailableMemory:
     return memory
 
 
-def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> None:
-    """This process is the first of a job of so many ranks, `local` of them on each machine."""
-    for name, value in {"WORLD_SIZE": world, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
+def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1, rank: int = 0) -> None:
+    """This process is one of a job of so many ranks, `local` of them on each machine."""
+    for name, value in {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -191,10 +191,7 @@ def test_ranks_that_share_a_machine_share_its_memory(machine: AvailableMemory, m
 
 def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 of four stages, the last of which has the logits."""
-    for name, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    ranks_of(4, monkeypatch, local=2, rank=2)
     config = parse(*MOCK, "--preset", "gpt2-small", "--pp", "4")
     ranks = plan_memory(config, outline(config), on_cpu=True)
     needed = ranks[2].certain + ranks[3].certain

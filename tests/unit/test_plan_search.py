@@ -12,10 +12,10 @@ import pytest
 
 from megacore.config import validate, violations
 from megacore.models.outline import outline
-from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB, RankMemory, fullest_rank, plan_memory
-from megacore.plan.planner import FindsMemory, make_plan
-from megacore.plan.search import Found, Layout, search, with_memory
+from megacore.plan.planner import make_plan
+from megacore.plan.search import Layout, search, with_memory
 from megacore.plan.search_report import search_table
 from megacore.plan.search_space import Constraints, Validity, divisions_of, variants, with_choice
 from tests.unit.planning import planned
@@ -139,30 +139,15 @@ def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
 OFFLOADED = "--mock-data --train-iters 9 --vocab-size 512 --num-layers 4 --hidden-size 256 --num-attention-heads 4"
 
 
-def found_with(memory: FindsMemory, cluster: Cluster, *words: str, count: int = 2) -> Found:
-    """A search whose first layouts have the memory that `memory` finds."""
-    config = parse(*OFFLOADED.split(), "--global-batch-size", "8", "--precision", "bf16", *words)
-    return with_memory(search(config, cluster, Constraints(world_size=4)), count, memory)
-
-
-def times(share: float, on_host: float = 1.0) -> FindsMemory:
-    """The estimate, multiplied."""
-
-    def find(*args: Any, **kwargs: Any) -> list[RankMemory]:
-        return [
-            dataclasses.replace(
-                rank, activations=share * rank.activations, host={k: on_host * v for k, v in rank.host.items()}
-            )
-            for rank in plan_memory(*args, **kwargs)
-        ]
-
-    return find
-
-
 def test_traced_and_estimated_memory_are_not_compared() -> None:
     """An estimate that is too small by the same share everywhere changes neither the divisions nor the frontier."""
-    estimated = found_with(plan_memory, CLUSTERS["h100"])
-    some = found_with(times(10.0), CLUSTERS["h100"])
+
+    def tenfold(*args: Any, **kwargs: Any) -> list[RankMemory]:
+        return [dataclasses.replace(rank, activations=10 * rank.activations) for rank in plan_memory(*args, **kwargs)]
+
+    config = parse(*OFFLOADED.split(), "--global-batch-size", "8", "--precision", "bf16")
+    found = search(config, CLUSTERS["h100"], Constraints(world_size=4))
+    estimated, some = with_memory(found, 2, plan_memory), with_memory(found, 2, tenfold)
     assert {layout.memory is None for layout in some.layouts} == {True, False}
     assert [of[0].flags for of in some.divisions] == [of[0].flags for of in estimated.divisions]
     assert [layout.flags for layout in some.frontier] == [layout.flags for layout in estimated.frontier]
