@@ -90,18 +90,6 @@ def test_a_wrong_line_is_refused_by_its_number(line: bytes, said: str, tmp_path:
     assert re.fullmatch(re.escape(f"--calibrate {tmp_path}: metrics.jsonl") + said, problem), problem
 
 
-def test_a_damaged_record_of_the_machine_is_no_missing_one(tmp_path: Path) -> None:
-    write_run(tmp_path, [0.5] * 2)
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"event": "launch", "cores"\n{"event": "exit"}\n', encoding="utf-8")
-    rows, said = refusal_of(tmp_path)
-    assert said.startswith(f"--calibrate {tmp_path}: events.jsonl is damaged: line 1 is no JSON object")
-    assert "metrics.jsonl has 2 rows" in rows
-    path.write_text('{"event": "exit"}\n{"event": "launch", "co', encoding="utf-8")  # a killed run
-    write_rows(tmp_path, [0.5] * 8)
-    assert read_run(tmp_path).launch.machine is None
-
-
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "events.jsonl", "trace.json", "cluster.toml"])
 @pytest.mark.parametrize("kind", ["directory", "pipe"])
 def test_what_is_no_file_is_refused_and_not_waited_for(

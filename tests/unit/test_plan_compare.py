@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
@@ -31,21 +29,6 @@ def test_the_figures_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> N
     (line,) = both["verdicts"]
     assert line.startswith(f"(--tp 2 --zero-stage 1) wins: it saves {1 - fast / slow:.1%} of the time of (--tp 8)")
     assert "less exposed tensor, sequence and context parallel communication" in line and "the ranges" in line
-
-
-def test_a_run_is_compared_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With another layout on as many ranks, and by --search with the best one."""
-    run = "[model]\npreset = 'llama-3-8b'\n[parallel]\ntp = 8\ndp = 2\n[training]\nglobal_batch_size = 64\n"
-    (tmp_path / "config.toml").write_text(run, encoding="utf-8")
-    flags = [str(tmp_path), "--cluster", "h100", "--estimate"]
-    assert main([*flags, "--compare", "--tp 4"]) == 0
-    text = capsys.readouterr().out
-    assert "- A: as given: `--tp 8 --pp 1 --dp 2 " in text and "- B: `--tp 4`: `--tp 4 --pp 1 --dp 4 " in text
-    assert main([*flags, "--search", "--world-size", "16", "--max-pp", "1", "--top", "4"]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"^- 1 wins: it saves [\d.]+% of the time of your layout \(`--tp 8 --pp 1 --dp 2 ", text, re.M)
-    assert re.search(r"^- 1 and 2 are equal within the error of 10%: ", text, re.M)
-    assert "- 1 to 4 are equal: the planner cannot tell" in text
 
 
 def test_the_range_has_the_errors_of_published_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,12 +278,3 @@ def test_a_search_tries_the_values_of_a_file_and_its_flags_replace_them(
         plan = planned(capsys, f"{run} {row['flags']}")
         assert {**plan["layout"], "num_microbatches": 0} == {**row["layout"], "num_microbatches": 0}
         assert plan["global_batch_size"] == report["global_batch_size"]
-
-
-@pytest.mark.slow
-def test_the_ways_out_of_a_search_lead_to_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Which tests/tools.toml has as they are proposed."""
-    run = f"{SMALL} --world-size 64 --global-batch-size 64 --search --top 1 --max-micro-batch-size 1 --zero-stage 1"
-    for way in ("--tp 2 --min-dp 32", "--tp 4 --min-dp 16", "--schedule interleaved --min-pp 4"):
-        assert main([*run.split(), *way.split()]) == 0
-    capsys.readouterr()
