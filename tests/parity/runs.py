@@ -153,7 +153,7 @@ def make_trainer(
     samples = config.training.global_batch_size * config.training.train_iters
     beside, length = config.beside_hidden_states, config.data.seq_length
     data = data or RaggedData(
-        samples, boundaries=bool({"documents", "positions"} & set(beside)), pads="padding" in beside, length=length
+        samples, boundaries=bool(beside), pads="padding" in beside, length=length
     )
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
