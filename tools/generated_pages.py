@@ -10,9 +10,9 @@ from pathlib import Path
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table in Markdown, without a newline at its end. A bar in a cell is escaped, or it would end the cell."""
-    lines = [f"|{' |'.join(head)}|", "|---" * len(head) + "|"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     cells = ([str(cell).replace("|", r"\|") for cell in row] for row in rows)
-    return "\n".join([*lines, *(f"|{' |'.join(row)}|" for row in cells)])  # as in the reference of flags
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def written_reference(

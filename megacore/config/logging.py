@@ -55,7 +55,7 @@ class LoggingConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
             yield Problem(
-                f"--trace steps={self.trace_steps} has no effect without --trace",
+                f"--trace-steps {self.trace_steps} has no effect without --trace",
                 Change("leave it out", {"trace_steps": None}),
                 Change("use --trace", {"trace": True}),
             )
@@ -65,8 +65,8 @@ class LoggingConfig(Section):
                 value = getattr(self, name)
                 if name not in wrong and value != infos[name].default:
                     yield (
-                        f"{flag_and_value(name, value)} has no effect without --wandb-project: leave it out, or use "
-                        "--wandb-project NAME"
+                        f"{flag_and_value(name, value, own=True)} has no effect without --wandb-project: leave it out, "
+                        "or use --wandb-project NAME"
                     )
         if "profile_steps" not in wrong:
             try:

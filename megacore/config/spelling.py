@@ -87,7 +87,7 @@ def negative(flag: str) -> str:
 
 def with_value(flag: str, value: str) -> str:
     """`--num-layers 12`, `--rope-scaling factor=4`; other words are followed by the value too."""
-    return f"{flag}{'=' if flag.startswith('--') and ' ' in flag else ' '}{value}"
+    return f"{flag}{'=' if flag.startswith('--') and flag.count(' ') == 1 else ' '}{value}"
 
 
 def flag_and_value(field: str, value: Any, *, own: bool = False) -> str:

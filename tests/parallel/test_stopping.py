@@ -261,7 +261,7 @@ STREAKS: list[Any] = [
     ((1, 1, 1), range(1, 8), {"max_bad_steps": 2},
      r"for 2 .*-steps 2\), and no step has updated the weights: use --init-method-std 0.02 or .*(?<!lr), or look at",
      None, "skipped"),
-    ((1, 1, 1), range(0), FP16 | {"train_iters": 3}, "each of 3 .*initial-loss-scale 1.34218e.08", None, "overflowed"),
+    ((1, 1, 1), range(0), FP16 | {"train_iters": 3}, "each of 3 .*loss-scale initial=1.34218e.08", None, "overflowed"),
     ((1, 1, 2), range(0), FP16 | {"exit_interval": 3}, "done", "step_00000003", "overflowed"),
     ((1, 1, 1), range(1, 8), {"exit_interval": 3}, "done", "none of the 1 checkpoints .* nevertheless", "stopped"),
     ((1, 1, 1), range(0), {"train_iters": 3, "init_method_std": 1e30},

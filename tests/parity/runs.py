@@ -152,9 +152,7 @@ def make_trainer(
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     samples = config.training.global_batch_size * config.training.train_iters
     beside, length = config.beside_hidden_states, config.data.seq_length
-    data = data or RaggedData(
-        samples, boundaries=bool(beside), pads="padding" in beside, length=length
-    )
+    data = data or RaggedData(samples, boundaries=bool(beside), pads="padding" in beside, length=length)
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
