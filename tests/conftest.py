@@ -28,6 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The files that take longest (`--durations=50`), the longest first. Files run side by side (`--dist loadfile`), and one
 # that began last would leave the other cores idle.
 LONGEST = (
+    "test_tools.py",
     "matrix/test_layouts.py",
     "matrix/test_exact.py",
     "e2e/test_resume.py",
@@ -38,7 +39,6 @@ LONGEST = (
     "parallel/test_dry_run.py",
     "e2e/test_rings.py",
     "parallel/test_stopping.py",
-    "test_tools.py",
     "parity/test_conversion_memory.py",
     "e2e/test_pretrain.py",
     "plans/test_published_runs.py",
