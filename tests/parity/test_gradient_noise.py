@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megacore.train.gradient_noise import GradientNoise
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity import runs
@@ -38,7 +39,8 @@ def square_norm(trainer: Trainer, microbatches: list[Any]) -> float:
 
 
 def averages(trainer: Trainer) -> list[float]:
-    (hook,) = trainer.train_steps.hooks
+    hook = trainer.train_steps.hook(GradientNoise)
+    assert hook is not None
     return hook.series()["gradient_noise"]
 
 
