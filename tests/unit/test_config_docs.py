@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from megacore.arrive import megatron_flags
 from megacore.arrive.megatron_flags import FOREIGN, LISTS
 from megacore.config import sections_of
@@ -14,15 +12,8 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.other_trainers import other_trainers
-from tools import flag_reference, megatron_reference
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_reference_in_the_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    assert flag_reference.main(["--check", str(ROOT / "docs" / "reference" / "configuration.md")]) == 0, (
-        capsys.readouterr().out
-    )
 
 
 def test_the_documentation_names_every_table_of_a_file() -> None:
@@ -46,8 +37,3 @@ def test_the_page_for_megatron_users_names_flags_that_exist_and_help_answers_for
     for table in (megatron_flags.REPLACED, megatron_flags.NOT_YET, becomes):
         for flag, text in table.items():
             assert set(re.findall(r"--[a-z0-9-]+", text)) <= ours, flag
-
-
-def test_the_tables_of_megatrons_flags_are_current(capsys: pytest.CaptureFixture[str]) -> None:
-    page = str(ROOT / "docs" / "guides" / "coming-from-megatron.md")
-    assert megatron_reference.main(["--check", page]) == 0, capsys.readouterr().out
