@@ -101,7 +101,7 @@ def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies:
     for ranks in (1, 2):
         launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} pretrain_gpt.py"
         output = with_copies / str(ranks)
-        words = [*launch.split(), *flags.split(), "--cp", str(ranks), "--output-dir", str(output)]
+        words = [*launch.split(), *flags.split(), "--copies", str(ranks), "--output-dir", str(output)]
         environment = os.environ | {"PYTHONPATH": str(with_copies), "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *words], cwd=with_copies, env=environment, check=True)
         lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
