@@ -13,8 +13,8 @@ from megacore.models.outline import outline
 from megacore.plan.cluster import load_cluster
 from megacore.plan.row_fit import MeasuredRow, fit_rows
 from megacore.plan.step_time import step_seconds
-from tests.plans.held_out_halves import measured, median_error
 from tests.plans.published import A100, MEGATRON_LM, Run, megatron_runs, single_node_runs
+from tests.plans.table import error_with, measured_rows
 from tests.unit.planning import numbers_without_unit, planned
 from tools.plan import main
 
@@ -43,11 +43,11 @@ def of_hidden(hidden: int) -> list[Run]:
 )
 def test_half_of_a_set_predicts_the_other_half(runs: list[Run], most: float, before: float) -> None:
     base = runs[0].computed_by
-    fit = fit_rows(measured(runs[::2]), base)
-    others = measured(runs[1::2])
+    fit = fit_rows(measured_rows(runs[::2]), base)
+    others = measured_rows(runs[1::2])
 
-    assert median_error(fit.cluster, others) <= most
-    assert median_error(base, others) >= before
+    assert error_with(fit.cluster, others) <= most
+    assert error_with(base, others) >= before
     assert fit.median_left_out < statistics.median(abs(fit.before))
     assert statistics.median(abs(fit.after)) <= most
 

@@ -29,7 +29,7 @@ from tests.plans.published import (
 from tests.plans.table import Checked, by_model, checked, cluster_lines, median_error, memory_lines, regret
 
 ROOT = Path(__file__).parents[2]
-# Models with one run or two of one layout: tests/plans/table.py prints their errors, and they are bounded loosely.
+# Models with one run or two of one layout: benchmarks/planner.py prints their errors, and they are bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
 
 
