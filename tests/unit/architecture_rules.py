@@ -1,22 +1,28 @@
 """The rules of the house as functions: each takes the parsed sources and returns the violations, one line each.
 
 Read from the syntax tree, without importing anything. `test_architecture.py` applies every rule to the repository and
-to planted violations. Where a rule has exceptions, they stand in `architecture_exceptions.py`.
+to planted violations. Where a rule has exceptions, they stand in `architecture.toml`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from tests.unit import architecture_exceptions as exceptions
-
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("architecture.toml").read_text(encoding="utf-8"))
+LATE_IMPORTS = [
+    (path, name) for files in TABLES["late_imports"].values() for path, names in files.items() for name in names
+]
+DISTRIBUTED, ALLOWED = TABLES["distributed"], TABLES["allowed"]
+FILES, DEVICE_SEAM = "megacore/files.py", "megacore/parallel/mesh.py"
 # Downwards only: a group may import the groups of the lines above it, and itself, but no other group of its own line.
 ORDER = (
     {"kernels"},
@@ -198,7 +204,7 @@ def late_imports(sources: Iterable[Source]) -> list[str]:
         late = [item for item in source.imports if item.late and source.is_ours and source.group != "scripts"]
         for item in late:
             names = accumulate(item.module.split("."), "{}.{}".format)  # a, a.b, a.b.c
-            if not any((source.path, name) in exceptions.LATE_IMPORTS for name in names):
+            if not any((source.path, name) in LATE_IMPORTS for name in names):
                 found.add(f"{source.path}:{item.line} imports {item.module} inside a function, a condition or a try")
     return sorted(found)
 
@@ -217,7 +223,7 @@ def early_torch(sources: Iterable[Source]) -> list[str]:
         return next((path for near in graph[name] - seen if (path := reaches(near, seen))), None)
 
     groups = ("scripts", "config", "plan", "watch", "data")
-    checked = [s for s in sources if s.group in groups and s.path not in exceptions.TORCH_IN_DATA]
+    checked = [s for s in sources if s.group in groups and s.path not in ALLOWED["torch"]]
     return [f"{s.path} loads torch, through {path}" for s in checked if (path := reaches(s.module, set()))]
 
 
@@ -225,19 +231,19 @@ def stray_communication(sources: Iterable[Source]) -> list[str]:
     """torch.distributed outside its files, or in the wrong one of them."""
     found = []
     for source in sources:
-        role = exceptions.DISTRIBUTED.get(source.path)
+        role = DISTRIBUTED.get(source.path)
         if not source.is_ours:
             continue
         if role is None:
             found += [
-                f"{source.path}:{item.line} imports {item.module}: it belongs to {', '.join(exceptions.DISTRIBUTED)}"
+                f"{source.path}:{item.line} imports {item.module}: it belongs to {', '.join(DISTRIBUTED)}"
                 for item in source.imports
                 if item.module.startswith("torch.distributed") and not item.typing
             ]
         for node in source.nodes:
             if not isinstance(node, ast.Attribute) or dotted(node.value) not in ("dist", "torch.distributed"):
                 continue
-            is_barrier = source.path == exceptions.DEVICE_SEAM and node.attr in MESH_COLLECTIVES
+            is_barrier = source.path == DEVICE_SEAM and node.attr in MESH_COLLECTIVES
             if node.attr in POINT_TO_POINT:
                 if role != "point-to-point":
                     found.append(f"{source.path}:{node.lineno} calls {node.attr}: it belongs to pipeline/transport.py")
@@ -250,14 +256,14 @@ def cuda_by_name(sources: Iterable[Source]) -> list[str]:
     """`torch.cuda`, `.cuda()` and the string "cuda" outside the one seam for the device."""
     found = []
     for source in sources:
-        if not source.is_ours or source.path == exceptions.DEVICE_SEAM or source.path in exceptions.CUDA_NAMES:
+        if not source.is_ours or source.path == DEVICE_SEAM or source.path in TABLES["cuda_names"]:
             continue
         for node in source.nodes:
             text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
             if (isinstance(node, ast.Attribute) and node.attr == "cuda") or (
                 text and re.fullmatch(r"cuda(:\d*)?", text)
             ):
-                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {exceptions.DEVICE_SEAM}")
+                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {DEVICE_SEAM}")
     return found
 
 
@@ -266,7 +272,7 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
     return [
         f"{source.path}:{node.lineno} reads .dp: use ranks_of_role, or microbatches of the configuration"
         for source in sources
-        if source.path.startswith("megacore/") and source.path not in exceptions.DEGREES_BY_NAME
+        if source.path.startswith("megacore/") and source.path not in ALLOWED["degrees"]
         for node in source.nodes
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
@@ -276,12 +282,12 @@ def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
     """Locks and atomic writes outside the one module that has them."""
     found = []
     for source in sources:
-        if not source.path.startswith("megacore/") or source.path in exceptions.FILE_REPLACERS:
+        if not source.path.startswith("megacore/") or source.path in TABLES["file_replacers"]:
             continue
         fcntl = (item.line for item in source.imports if item.module == "fcntl")
-        found += [f"{source.path}:{line} imports fcntl: use {exceptions.FILES}" for line in fcntl]
+        found += [f"{source.path}:{line} imports fcntl: use {FILES}" for line in fcntl]
         found += [
-            f"{source.path}:{node.lineno} calls os.replace: use replacing of {exceptions.FILES}"
+            f"{source.path}:{node.lineno} calls os.replace: use replacing of {FILES}"
             for node in source.nodes
             if isinstance(node, ast.Attribute) and dotted(node) == "os.replace"
         ]
@@ -295,10 +301,10 @@ def pickles(sources: Iterable[Source]) -> list[str]:
         if not source.is_ours:
             continue
         modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-        modules -= {"pickle"} if source.path in exceptions.PICKLE_READERS else set()
+        modules -= {"pickle"} if source.path in ALLOWED["pickles"] else set()
         found += [f"{source.path}:{i.line} imports {i.module}" for i in source.imports if i.module in modules]
         for node in source.nodes:
-            if source.path not in exceptions.PICKLE_READERS and (text := dotted(node)) in ("torch.load", "torch.save"):
+            if source.path not in ALLOWED["pickles"] and (text := dotted(node)) in ("torch.load", "torch.save"):
                 found.append(f"{source.path}:{getattr(node, 'lineno', 0)} uses {text}, which is a pickle")
             if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":
                 found.append(f"{source.path}:{node.value.lineno} lets torch.load run what a pickle says")
@@ -312,7 +318,7 @@ def stray_kernels(sources: Iterable[Source]) -> list[str]:
     return [
         f"{source.path}:{item.line} imports {item.module}: call the operator of megacore.ops"
         for source in sources
-        if source.is_ours and source.group not in ("kernels", "ops") and source.path not in exceptions.KERNEL_USERS
+        if source.is_ours and source.group not in ("kernels", "ops") and source.path not in ALLOWED["kernels"]
         for item in source.imports
         if item.module.startswith("megacore.kernels.") and not item.module.startswith("megacore.kernels.availability")
     ]

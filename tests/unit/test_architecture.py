@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.unit import architecture_exceptions as exceptions
 from tests.unit import architecture_rules as rules
 from tests.unit.architecture_rules import Source
 from tests.unit.packaging_builds import ROOT
 
 Rule = Callable[[Iterable[Source]], list[str]]
 
-CUDA = ("x.cuda()", "torch.cuda.synchronize()", "torch.device('cuda')", "x.to('cuda:0')", "d = 'cuda'")
-REPLACING = ("import fcntl", "import os\nos.replace(a, b)")
-PICKLING = "np.load(p, allow_pickle=True)"
-KERNEL = "from megacore.kernels import norm\n"
+CASES: dict[str, dict[str, list[tuple[str, str]]]] = rules.TABLES["cases"]  # by the names of rules
 
 
 @pytest.fixture(scope="module")
@@ -36,96 +32,25 @@ def repository() -> list[Source]:
 
 def test_every_exception_is_still_needed(repository: list[Source]) -> None:
     texts = {source.path: source for source in repository}
-    for path, module in exceptions.LATE_IMPORTS:
+    for path, module in rules.LATE_IMPORTS:
         assert any(item.late and item.module == module for item in texts[path].imports), (path, module)
-    assert set(exceptions.DISTRIBUTED) | exceptions.TORCH_IN_DATA | set(exceptions.CUDA_NAMES) <= set(texts)
-    assert set(texts) >= exceptions.KERNEL_USERS | exceptions.DEGREES_BY_NAME | set(exceptions.FILE_REPLACERS)
+    named = (rules.TABLES[name] for name in ("distributed", "cuda_names", "file_replacers"))
+    assert set(texts) >= {path for paths in (*named, *rules.ALLOWED.values()) for path in paths}
 
 
-# Rule -> file and text of what it finds, each by itself.
-FOUND: dict[Rule, list[tuple[str, str]]] = {
-    rules.upward_imports: [
-        ("megacore/layers/mlp", "from megacore.models.gpt import GPT"),
-        ("megacore/data/gpt", "import megacore.optim.update"),  # sideways
-        ("megacore/train/trainer", "from megacore.data.loading.loader import BatchLoader"),  # past the entry point
-        ("megacore/config", "from megacore.parallel import mesh"),
-        ("megacore/config", "from megacore import ops"),
-        ("kernels/norm", "from megacore import config"),
-        ("megacore/train/trainer", "from tools import generate"),
-        ("megacore/train/trainer", "from benchmarks import workload"),
-        ("tools/generate", "import benchmarks.workload"),
-        ("megacore/train/trainer", "import pretrain_gpt"),
-        ("megacore/train/trainer", "from . import metrics"),
-        ("megacore/layers/mlp", "if TYPE_CHECKING:\n    from megacore.models.gpt import GPT"),
-        ("megacore/layers/mlp", "def f():\n    from megacore.train import trainer"),
-    ],
-    rules.late_imports: [
-        ("megacore/data/gpt", "def f():\n    import zstandard"),
-        ("megacore/data/gpt", "try:\n    import zstandard\nexcept ImportError:\n    pass"),
-        ("megacore/data/gpt", "if x:\n    import zstandard"),
-        ("megacore/data/gpt", "class A:\n    def f(self):\n        import zstandard"),
-    ],
-    rules.stray_communication: [
-        ("megacore/optim/update", "import torch.distributed as dist"),
-        ("megacore/optim/update", "from torch import distributed"),
-        ("megacore/optim/update", "import torch\ntorch.distributed.all_reduce(x)"),
-        ("megacore/pipeline/transport", "import torch.distributed as dist\ndist.all_reduce(x)"),
-        ("megacore/parallel/mesh", "import torch.distributed as dist\ndist.broadcast(x, 0)"),
-        ("megacore/parallel/collectives", "import torch.distributed as dist\ndist.isend(x, 0)"),
-    ],
-    rules.cuda_by_name: [("megacore/layers/mlp", text) for text in CUDA],
-    rules.replicas_by_name: [("megacore/train/metrics", "x = config.parallel.dp")],
-    rules.stray_file_replacement: [("megacore/data/gpt", text) for text in REPLACING],
-    rules.pickles: [
-        ("megacore/data/gpt", text)
-        for text in ("import pickle", "from pickle import loads", "torch.load(p)", "torch.save(x, p)", PICKLING)
-    ],
-    rules.stray_kernels: [("megacore/layers/norm", KERNEL)],
-    rules.catch_alls: [("megacore/utils", '"""Doc."""')],
-}
-# And of what it leaves alone.
-ALLOWED: dict[Rule, list[tuple[str, str]]] = {
-    rules.upward_imports: [
-        ("megacore/train/trainer", "from megacore.data import BatchLoader"),
-        ("megacore/ops", "from megacore.kernels import availability"),
-        ("megacore/data/gpt", "from megacore.data.indexed.reader import IndexedDataset"),
-        ("megacore/cli", "from megacore import __version__"),
-        ("pretrain_gpt", "from megacore.train.launch import launch"),
-        ("tests/unit/test_x", "from megacore.train.launch import launch"),
-    ],
-    rules.late_imports: [
-        ("megacore/drawing/canvas", "def f():\n    import matplotlib"),
-        ("pretrain_gpt", "def f():\n    from megacore.train.launch import launch"),
-        ("megacore/data/gpt", "if TYPE_CHECKING:\n    import zstandard"),
-    ],
-    rules.cuda_by_name: [("megacore/parallel/mesh", text) for text in CUDA],
-    rules.replicas_by_name: [
-        ("megacore/plan/search_space", "x = config.parallel.dp"),
-        ("tests/unit/test_config", "x = config.parallel.dp"),
-    ],
-    rules.stray_file_replacement: [("megacore/files", text) for text in REPLACING],
-    rules.pickles: [("megacore/data/gpt", "np.load(p, allow_pickle=False)")],
-    rules.stray_kernels: [
-        ("megacore/ops/norm", KERNEL),
-        ("kernels/norm", KERNEL),
-        ("megacore/cli", "from megacore.kernels.availability import triton_version"),
-    ],
-    rules.catch_alls: [("megacore/a", "")],
-}
-
-
-@pytest.mark.parametrize("rule", [*FOUND, rules.cycles, rules.early_torch], ids=lambda rule: rule.__name__)
-def test_the_repository_keeps_the_rule(rule: Rule, repository: list[Source]) -> None:
+@pytest.mark.parametrize("rule", [*CASES, "cycles", "early_torch"])
+def test_the_repository_keeps_the_rule(rule: str, repository: list[Source]) -> None:
     assert len(repository) > 40
-    violations = rule(repository)
+    violations = getattr(rules, rule)(repository)
     assert not violations, "\n".join(["", *violations])
 
 
-@pytest.mark.parametrize("rule", FOUND, ids=lambda rule: rule.__name__)
-def test_a_planted_violation_is_found_and_nothing_else(rule: Rule) -> None:
-    for path, text in FOUND[rule]:
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_violation_is_found_and_nothing_else(name: str) -> None:
+    rule: Rule = getattr(rules, name)
+    for path, text in CASES[name]["found"]:
         assert rule([Source(f"{path}.py", text)]), text
-    for path, text in ALLOWED.get(rule, []):
+    for path, text in CASES[name].get("left_alone", []):
         assert rule([Source(f"{path}.py", text)]) == [], text
 
 
