@@ -126,38 +126,11 @@ def test_a_batch_script_asks_slurm_for_the_nodes(name: str, tasks: int) -> None:
     assert "#SBATCH" not in text[text.index("\nset ") :]
 
 
-# Programs of Slurm for one machine, which is every node: `srun` starts the tasks of two nodes and waits for them.
-SCONTROL = """#!/bin/bash
-case $1 in show) printf 'localhost\\nlocalhost\\n' ;; requeue) echo "$2" > "$REQUEUED" ;; esac
-"""
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-pids=()
-for ((task = 0; task < SLURM_NTASKS; task++)); do
-    SLURM_PROCID=$task SLURM_NODEID=$((task / SLURM_NTASKS_PER_NODE)) SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) \\
-        setsid "$@" &
-    pids+=($!)
-done
-trap 'for pid in "${pids[@]}"; do kill -USR2 -- "-$pid"; done' USR2
-echo $$ > "$SRUN_PID"
-status=0
-for pid in "${pids[@]}"; do
-    while kill -0 "$pid" 2> /dev/null; do wait "$pid"; done
-    wait "$pid" || status=$?
-done
-exit $status
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "per_node"), [("slurm-torchrun.sbatch", 1), ("slurm-srun.sbatch", 2)])
 def test_a_batch_script_saves_before_its_end_and_queues_again(tmp_path: Path, name: str, per_node: int) -> None:
     """The script with stand-ins for Slurm's programs: two nodes, and the signal that Slurm sends to their tasks."""
-    programs, output = tmp_path / "bin", tmp_path / "out"
-    programs.mkdir()
-    for program, text in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (programs / program).write_text(text)
-        (programs / program).chmod(0o755)
+    programs, output = Path(__file__).with_name("slurm"), tmp_path / "out"
     (tmp_path / "run.toml").write_text(
         '[model]\npreset = "gpt2-tiny"\n[data]\nmock_data = true\n'
         f'[training]\ntrain_iters = 1000000\nglobal_batch_size = 4\noutput_dir = "{output}"\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -203,53 +204,12 @@ def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
-
-
-# Files below sys/fs/cgroup and those of /proc, and what of it is available and all of it.
-GROUPS: dict[str, tuple[dict[str, str], int, int]] = {
-    "the narrowest group around this one decides, without what the kernel keeps of files": (
-        {
-            "/proc/self/cgroup": "0::/job/step/task\n",
-            "job/memory.max": "500000\n",
-            "job/memory.current": "300000\n",
-            "job/memory.stat": "anon 200000\ninactive_file 60000\nactive_file 40000\n",
-            "job/step/memory.max": "max\n",
-            "job/step/memory.current": "300000\n",
-            "job/step/task/memory.max": "600000\n",
-            "job/step/task/memory.current": "100000\n",
-        },
-        500_000 - 300_000 + 100_000,
-        500_000,
-    ),
-    "a container of version 1 sees its own group at the top": (
-        {
-            "/proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
-            "memory/memory.limit_in_bytes": "400000\n",
-            "memory/memory.usage_in_bytes": "100000\n",
-            "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50000\ntotal_active_file 0\n",
-        },
-        350_000,
-        400_000,
-    ),
-    "swap may be taken as far as the group allows": (
-        {
-            "/proc/meminfo": MEMINFO.replace("SwapFree: 0", "SwapFree: 400"),
-            "/proc/self/cgroup": "0::/job\n",
-            "job/memory.max": "500000\n",
-            "job/memory.current": "300000\n",
-            "job/memory.swap.max": "100000\n",
-            "job/memory.swap.current": "20000\n",
-        },
-        200_000 + 80_000,
-        500_000,
-    ),
-    "without groups the machine decides": ({}, 800 * 1024, 1000 * 1024),
-}
+GROUPS = tomllib.loads(Path(__file__).with_name("memory_groups.toml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_limits_the_memory_of_its_machine(name: str, tmp_path: Path) -> None:
-    files, available, capacity = GROUPS[name]
+    files, available, capacity = (GROUPS[name][key] for key in ("files", "available", "capacity"))
     for file, text in {"/proc/meminfo": MEMINFO, **files}.items():
         path = tmp_path / (file[1:] if file.startswith("/") else f"sys/fs/cgroup/{file}")
         path.parent.mkdir(parents=True, exist_ok=True)
