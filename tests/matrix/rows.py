@@ -7,43 +7,18 @@ In `make test` stands every feature once, on the layout that asks most of it; `m
 
 from __future__ import annotations
 
+from tests.matrix import runner
 from tests.matrix.programs import DROPOUT, EXACT, LATENT, LLAMA, PROGRAMS, SGD, SMOOTH, UNCUT, Changes
-from tests.matrix.runner import (
-    BITWISE,
-    CONTEXT_BITS,
-    FP32,
-    FROZEN,
-    LEARNED,
-    LEARNS_ALIKE,
-    LONG,
-    LOSSES,
-    LOSSES_NEAR,
-    NEAR_FP32,
-    OFFLOADED,
-    RESHARD,
-    RESHARD_NEAR,
-    RESUME,
-    SGD_WEIGHTS,
-    SIXTEEN_BITS,
-    TORCH,
-    TORCH_RUN,
-    UPDATED,
-    WEIGHTS,
-    Relation,
-    Row,
-    follows,
-    near_to,
-    resharded,
-)
+from tests.matrix.runner import BITWISE, LEARNED, RESUME, TORCH, WEIGHTS, Relation, Row, follows, near_to, resharded
 
 STAGES = range(4)
 
 LAYOUTS = [
     # Each pair of dimensions, and each by itself with more than two ranks.
     Row("layouts", "gpt2", {}, ["tp4", "pp3", "dp4", "tp2 pp2 dp2"], more=["tp2 pp2", "tp2 dp2", "pp2 dp2", "tp2", "pp2", "pp4", "dp2", "tp2 pp3", "tp4 dp2", "tp4 pp2", "pp4 dp2", "pp2 dp4"], whole=True),
-    Row("layouts-twenty-steps", "gpt2", {"num_layers": 5, "train_iters": 20, "lr_warmup_iters": 4}, ["", "pp2 dp2"], TORCH_RUN, slow=True),
-    Row("sgd-untied", "gpt2 untied", SGD, ["tp2", "pp2", "dp2"], SGD_WEIGHTS, whole=True),
-    Row("sgd-untied-cube", "gpt2 untied", SGD, ["tp2 pp2 dp2"], SGD_WEIGHTS, slow=True, whole=True),
+    Row("layouts-twenty-steps", "gpt2", {"num_layers": 5, "train_iters": 20, "lr_warmup_iters": 4}, ["", "pp2 dp2"], runner.TORCH_RUN, slow=True),
+    Row("sgd-untied", "gpt2 untied", SGD, ["tp2", "pp2", "dp2"], runner.SGD_WEIGHTS, whole=True),
+    Row("sgd-untied-cube", "gpt2 untied", SGD, ["tp2 pp2 dp2"], runner.SGD_WEIGHTS, slow=True, whole=True),
     # Masks are functions of names and indices: with equal micro-batches even dropout is the same on every layout.
     Row("hidden-dropout", "gpt2", {"hidden_dropout": 0.2, "micro_batch_size": 1}, ["tp2"], more=["pp2 dp2"], whole=True),
     Row("attention-dropout", "gpt2", {"attention_dropout": 0.2, "micro_batch_size": 1}, ["pp2 dp2"], whole=True),
@@ -66,16 +41,16 @@ ZERO = [
         for stage in STAGES
     ),
     Row("zero-torch-dp4-whole", "gpt2", SMOOTH | {"global_batch_size": 16}, [f"{words} z{stage}" for stage in STAGES for words in ("dp4", "tp2 dp4")], TORCH, slow=True, whole=True),
-    Row("zero-without-dp", "gpt2", {}, ["tp2 | z3", "pp2 | z1"], LOSSES, more=["tp2 | z1", "pp2 | z3"], whole=True),
+    Row("zero-without-dp", "gpt2", {}, ["tp2 | z3", "pp2 | z1"], runner.LOSSES, more=["tp2 | z1", "pp2 | z3"], whole=True),
     Row("overlap", "gpt2", SMOOTH | {"num_layers": 3}, ["dp2 z1 | waits", "pp2 dp2 z3 | waits"], BITWISE, more=["dp2 z0 | waits", "dp2 z2 | waits", "pp2 dp2 z0 | waits", "pp2 dp2 z1 | waits", "pp2 dp2 z2 | waits", "dp2 z3 | waits"]),
     Row("bucket-sizes", "gpt2", SMOOTH, ["dp2 z1 bucket_size_mb=1e-6", "dp2 z2 bucket_size_mb=100.0"], more=["dp2 z1 bucket_size_mb=100.0", "dp2 z2 bucket_size_mb=1e-6"]),
     Row("zero-sgd-untied", "gpt2 untied", SGD | {"sgd_momentum": 0.9, "lr": 0.05}, ["dp2 z2", "pp2 dp2 z3"], whole=True),
     # Master weights keep what 16 bits lose.
-    Row("sixteen-bits", "gpt2", {}, ["dp2 z0 precision=bf16", "dp2 z1 precision=fp16", "dp2 z2 precision=bf16", "dp2 z3 precision=fp16"], NEAR_FP32, more=["dp2 z0 precision=fp16", "dp2 z1 precision=bf16", "dp2 z2 precision=fp16", "dp2 z3 precision=bf16"], whole=True),
-    Row("offload", "gpt2", {"num_layers": 3}, ["dp2 z2 precision=bf16 | offload", "tp2 dp2 z3 | offload"], OFFLOADED, more=["| offload", "dp2 z1 | offload"]),
-    Row("offload-bf16-pp", "gpt2", {"num_layers": 3}, ["pp2 dp2 z2 precision=bf16 | offload"], OFFLOADED, slow=True),
-    Row("offload-fp16-sgd", "gpt2", {"num_layers": 3, "optimizer": "sgd"}, ["dp2 z3 precision=fp16 | offload"], OFFLOADED),
-    Row("offload-reproducible", "gpt2", {"reproducible": True}, ["dp2 z1 | offload"], OFFLOADED),
+    Row("sixteen-bits", "gpt2", {}, ["dp2 z0 precision=bf16", "dp2 z1 precision=fp16", "dp2 z2 precision=bf16", "dp2 z3 precision=fp16"], runner.NEAR_FP32, more=["dp2 z0 precision=fp16", "dp2 z1 precision=bf16", "dp2 z2 precision=fp16", "dp2 z3 precision=bf16"], whole=True),
+    Row("offload", "gpt2", {"num_layers": 3}, ["dp2 z2 precision=bf16 | offload", "tp2 dp2 z3 | offload"], runner.OFFLOADED, more=["| offload", "dp2 z1 | offload"]),
+    Row("offload-bf16-pp", "gpt2", {"num_layers": 3}, ["pp2 dp2 z2 precision=bf16 | offload"], runner.OFFLOADED, slow=True),
+    Row("offload-fp16-sgd", "gpt2", {"num_layers": 3, "optimizer": "sgd"}, ["dp2 z3 precision=fp16 | offload"], runner.OFFLOADED),
+    Row("offload-reproducible", "gpt2", {"reproducible": True}, ["dp2 z1 | offload"], runner.OFFLOADED),
     Row("zero-shards", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z2 shards2"], TORCH, more=["dp4 z1 shards2", "dp4 z3 shards2", "dp4 z2 shards2 waits", "dp2 cp2 mb1 z2 shards2"]),
     Row("zero-shards-offload", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16, "clip_grad": 100.0}, ["dp4 z3 shards2 offload"], TORCH, slow=True),
 ]
@@ -235,20 +210,20 @@ GROUPS = {"param_group": RULES, "lr_layer_decay": 0.5, "num_layers": 3, "train_i
 DECOUPLED = {"min_lr": 1e-4, "decoupled_lr": 4e-3, "decoupled_min_lr": 2e-3, "lr_warmup_iters": 2, "train_iters": 5, "num_layers": 5, "lr_decay_style": "linear"}
 OF_TWO_RANKS = ["tp2 mb1", "pp2 mb1", "cp2 mb1", "dp2 mb1", "dp2 mb1 z1", "dp2 mb1 z2", "dp2 mb1 z3"]
 OF_FOUR_RANKS = ["tp2 dp2 mb1 sp z1", "tp2 pp2 mb1", "tp2 dp2 mb1", "tp2 dp2 mb1 z3", "dp4 z2", "dp4 z3 shards2"]
-EACH_OPTIMIZER: dict[str, tuple[Changes, Relation]] = {"adam": (ADAM, LEARNED), "sgd": (NESTEROV, LEARNED), "lamb": (LAMB, LEARNED), "muon": (MUON, LEARNED), "muon-heads": (MUON_HEADS, LEARNED), "lion": (LION, FP32)}
+EACH_OPTIMIZER: dict[str, tuple[Changes, Relation]] = {"adam": (ADAM, LEARNED), "sgd": (NESTEROV, LEARNED), "lamb": (LAMB, LEARNED), "muon": (MUON, LEARNED), "muon-heads": (MUON_HEADS, LEARNED), "lion": (LION, runner.FP32)}
 OPTIMIZERS = [
     # What needs whole parameters.
     Row("lamb-z1", "gpt2", TWO | LAMB, ["dp2 mb1 z1"], LEARNED),
     Row("muon-tp-z0", "gpt2", TWO | MUON, ["tp2 mb1", "dp2 mb1"], LEARNED),
-    Row("adafactor-more", "gpt2", TWO | ADAFACTOR, [words for words in OF_TWO_RANKS + OF_FOUR_RANKS if "tp" not in words], UPDATED, slow=True),
-    Row("adafactor-offload", "gpt2", TWO | ADAFACTOR | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], UPDATED, slow=True),
-    Row("adafactor-experts", "gpt2 experts", TWO | ADAFACTOR, ["dp2 mb1 ep2 z1", "dp4 ep2 z2"], UPDATED, slow=True),
+    Row("adafactor-more", "gpt2", TWO | ADAFACTOR, [words for words in OF_TWO_RANKS + OF_FOUR_RANKS if "tp" not in words], runner.UPDATED, slow=True),
+    Row("adafactor-offload", "gpt2", TWO | ADAFACTOR | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], runner.UPDATED, slow=True),
+    Row("adafactor-experts", "gpt2 experts", TWO | ADAFACTOR, ["dp2 mb1 ep2 z1", "dp4 ep2 z2"], runner.UPDATED, slow=True),
     *(Row(f"{name}-two-ranks", "gpt2", TWO | changes, OF_TWO_RANKS, relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
     *(Row(f"{name}-four-ranks", "gpt2", TWO | changes, OF_FOUR_RANKS, relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
-    *(Row(f"{name}-offload", "gpt2", TWO | changes | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], UPDATED if name == "sgd" else relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
+    *(Row(f"{name}-offload", "gpt2", TWO | changes | {"clip_grad": 0.0}, ["dp2 mb1 z1 offload"], runner.UPDATED if name == "sgd" else relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
     *(Row(f"{name}-experts", "gpt2 experts", TWO | changes, ["dp2 mb1 ep2 z1", "dp4 ep2 z2", "tp2 dp2 mb1 ep2"], relation, slow=True) for name, (changes, relation) in EACH_OPTIMIZER.items()),
-    Row("parameter-groups", "gpt2", GROUPS, ["pp2", "tp2 dp2 z3"], FROZEN, slow=True),
-    Row("parameter-groups-offload", "gpt2", GROUPS, ["dp2 z1 offload"], LEARNS_ALIKE, slow=True),
+    Row("parameter-groups", "gpt2", GROUPS, ["pp2", "tp2 dp2 z3"], runner.FROZEN, slow=True),
+    Row("parameter-groups-offload", "gpt2", GROUPS, ["dp2 z1 offload"], runner.LEARNS_ALIKE, slow=True),
     Row("decoupled-rates", "gpt2", DECOUPLED, ["pp2", "tp2 z1"], slow=True),
     Row("mup", "gpt2", TWO | {"train_iters": 3, "mup_base_width": 8}, ["tp2 mb1", "pp2 mb1", "dp2 mb1 z3"], slow=True),
     Row("mup-adam", "gpt2", TWO | ADAM | {"train_iters": 3, "mup_base_width": 8}, ["dp2 mb1 z1"], slow=True),
@@ -292,11 +267,11 @@ COMPRESSED = [  # what is sent in fewer bits follows the run that sends all
         for name, first, other, rel, slow in (("z0", "dp2", "dp2 z1", 1e-4, False), ("z0-alone", "dp2", "", 1e-3, True), ("z3", "dp2 z3", "dp2 z1", 1e-4, True), ("z3-alone", "dp2 z3", "", 1e-3, True))
     ),
     *(  # The warm-up is the usual optimizer's; norms add up in another order.
-        Row(f"{name}-warm-up", "gpt2", usual | {"num_layers": 1, "train_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 9, "clip_grad": 0.0}, [f"dp2 optimizer={name} onebit_freeze_step=3 | optimizer={usual.get('optimizer', 'adamw')} onebit_freeze_step=None"], LOSSES)
+        Row(f"{name}-warm-up", "gpt2", usual | {"num_layers": 1, "train_iters": 4, "lr_warmup_iters": 1, "lr_decay_iters": 9, "clip_grad": 0.0}, [f"dp2 optimizer={name} onebit_freeze_step=3 | optimizer={usual.get('optimizer', 'adamw')} onebit_freeze_step=None"], runner.LOSSES)
         for name, usual in USUAL.items()
     ),
     # Blocks belong to parameters: what is compressed is the same, wherever they lie.
-    Row("onebit-stages", "gpt2", SIX_STEPS | {"optimizer": "onebitadam", "onebit_freeze_step": 2}, ["dp2 mb1 | pp2"], LOSSES_NEAR, slow=True),
+    Row("onebit-stages", "gpt2", SIX_STEPS | {"optimizer": "onebitadam", "onebit_freeze_step": 2}, ["dp2 mb1 | pp2"], runner.LOSSES_NEAR, slow=True),
     *(
         Row(f"{name}-{place}", "gpt2", SIX_STEPS | usual | changes, [f"{words} | optimizer={name} onebit_freeze_step=2"], follows(2, 1e-2), slow=True)
         for name, usual in USUAL.items()
@@ -327,14 +302,14 @@ RESUMES = [
     Row("recompute-resume", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["recompute=light", ""], RESUME),
     Row("recompute-resume-with-it", "gpt2", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["", "recompute=light"], RESUME),
     Row("average-resume", "gpt2", UNCUT | {"num_layers": 2, "ema_decay": 0.7, "clip_grad": 0.0}, ["dp2 z3", ""], RESUME, more=["dp2 z3", "pp2", "dp2 z1", "dp2 z1 offload"]),
-    Row("context-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2}, ["cp2 z1", "dp2 z3", ""], RESHARD),
+    Row("context-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2}, ["cp2 z1", "dp2 z3", ""], runner.RESHARD),
     # The biases by which experts are balanced decide which ones are chosen.
-    Row("experts-reshard", "bias", BALANCED, [EXPERT_PLACES[0], EXPERT_PLACES[1], ""], RESHARD_NEAR),
-    *(Row(f"experts-reshard-{number}", "bias", BALANCED, [words, *EXPERT_PLACES, ""], RESHARD_NEAR, slow=True) for number, words in enumerate(EXPERT_PLACES)),
-    *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
-    Row("adafactor-reshard", "gpt2", TWO | ADAFACTOR, ["dp4 z2", "dp2 mb1 z3", "pp2 mb1"], RESHARD_NEAR, slow=True),
-    Row("zero-shards-reshard", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z3 shards2", "dp4 z2", "dp4 z1 shards4", ""], RESHARD, slow=True),
-    Row("offload-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2, "micro_batch_size": 1}, ["pp2 dp2 z1 offload", "tp2 dp2"], RESHARD),
+    Row("experts-reshard", "bias", BALANCED, [EXPERT_PLACES[0], EXPERT_PLACES[1], ""], runner.RESHARD_NEAR),
+    *(Row(f"experts-reshard-{number}", "bias", BALANCED, [words, *EXPERT_PLACES, ""], runner.RESHARD_NEAR, slow=True) for number, words in enumerate(EXPERT_PLACES)),
+    *(Row(f"{name}-reshard", "gpt2", TWO | changes, ["tp2 dp2 mb1 sp z1", "dp2 mb1 z3", "pp2 mb1"], runner.RESHARD_NEAR, slow=True) for name, (changes, _) in EACH_OPTIMIZER.items()),
+    Row("adafactor-reshard", "gpt2", TWO | ADAFACTOR, ["dp4 z2", "dp2 mb1 z3", "pp2 mb1"], runner.RESHARD_NEAR, slow=True),
+    Row("zero-shards-reshard", "gpt2", SMOOTH | {"num_layers": 2, "global_batch_size": 16}, ["dp4 z3 shards2", "dp4 z2", "dp4 z1 shards4", ""], runner.RESHARD, slow=True),
+    Row("offload-reshard", "gpt2", SMOOTH | {"num_layers": 2, "train_iters": 2, "micro_batch_size": 1}, ["pp2 dp2 z1 offload", "tp2 dp2"], runner.RESHARD),
     Row("bert-resume", "bert", DROPOUT | {"num_layers": 2, "train_iters": 2}, ["", ""], RESUME),
 ]
 
@@ -360,7 +335,7 @@ EXPERTS = [
     Row("experts-jitter", "jitter", {}, ["tp2 cp2 ep2 sp", "dp4 ep2"], WEIGHTS, slow=True),
     Row("experts-padded", "padded", {}, ["tp2 pp2 ep2 etp1 sp", "dp4 ep4 z3"], WEIGHTS, slow=True),
     *(
-        Row(f"experts-{precision}", "softmax", {"train_iters": 10}, [f"{words} precision={precision} {scale}" for words in ("dp4 ep4 z1", "tp2 dp2 ep4 etp1 sp z2", "pp2 dp2 ep2 zb")], SIXTEEN_BITS, slow=True)
+        Row(f"experts-{precision}", "softmax", {"train_iters": 10}, [f"{words} precision={precision} {scale}" for words in ("dp4 ep4 z1", "tp2 dp2 ep4 etp1 sp z2", "pp2 dp2 ep2 zb")], runner.SIXTEEN_BITS, slow=True)
         for precision, scale in (("bf16", ""), ("fp16", "initial_loss_scale=1024.0"))
     ),
     Row("experts-reproducible", "sigmoid", UNCUT, ["pp2 dp2 ep2 zb recompute=full"], BITWISE, more=["dp4 ep2 z2"]),
@@ -413,11 +388,11 @@ CONTEXT = [
     ),
     *(Row(f"context-{name.replace(' ', '-')}-compiled", name, SHORT, [f"tp2 cp2 compiled cp_comm={comm}" for comm in COMMS if comm != "ring" or "bert" not in name], WEIGHTS, slow=True) for name in ("gpt2", "windows", "modern bert")),
     *(
-        Row(f"context-{name.replace(' ', '-')}-{precision}", name, SHORT, [f"dp2 cp2 z1 precision={precision} cp_comm={comm}" for comm in COMMS], CONTEXT_BITS, slow=True)
+        Row(f"context-{name.replace(' ', '-')}-{precision}", name, SHORT, [f"dp2 cp2 z1 precision={precision} cp_comm={comm}" for comm in COMMS], runner.CONTEXT_BITS, slow=True)
         for name in ("gpt2", "llama packed") for precision in ("bf16", "fp16")
     ),
     # One step of a tiny model: what a score matrix of the whole sequence would make impossible.
-    Row("context-65536-positions", "gpt2", TINY | {"seq_length": 65536, "global_batch_size": 1, "micro_batch_size": 1, "loss_chunks": 16}, ["cp2 cp_comm=ring"], LONG, slow=True),
+    Row("context-65536-positions", "gpt2", TINY | {"seq_length": 65536, "global_batch_size": 1, "micro_batch_size": 1, "loss_chunks": 16}, ["cp2 cp_comm=ring"], runner.LONG, slow=True),
     # Packed samples, without context parallelism.
     Row("packed-gpt2", "gpt2 packed", SHORT | {"num_layers": 4}, ["tp2 pp2 sp interleaved virtual2"], WEIGHTS, slow=True),
     Row("packed-gpt2-sgd", "gpt2 packed", SHORT | {"optimizer": "sgd"}, ["dp4 z1"], WEIGHTS, slow=True),
