@@ -21,6 +21,7 @@ from megacore.parallel.mesh import ALONE, build_mesh, compute_reproducibly
 from megacore.parallel.sequence import gather_sequence, reduce_scatter_sequence
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
+from tests.matrix.runner import changes_of
 from tests.parallel.test_reshard import stored
 from tests.parallel.test_tensor import world_group
 from tests.parity import test_any_model as any_model
@@ -35,80 +36,76 @@ STEPS = 2
 TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
-WAIT: Changes = {"overlap_grad_reduce": False, "overlap_param_gather": False}
-INTERLEAVED: Changes = {"schedule": "interleaved", "virtual_stages": 2}
-TWICE: Changes = INTERLEAVED | {"num_layers": 4}
-SPLIT: Changes = {"schedule": "zero-bubble"}
-GPIPE: Changes = {"schedule": "gpipe"}
-SELECTIVE: Changes = {"recompute": "selective"}
-FULL: Changes = {"recompute": "full"}
-OFFLOAD: Changes = {"offload_optimizer": True}
-SP: Changes = {"sequence_parallel": True}
-BF16: Changes = {"precision": "bf16"}
-FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
-UNFUSED: Changes = {"attention": "fused-softmax"}
-SGD: Changes = {"optimizer": "sgd", "lr": 0.05}
-BERT: Changes = {"bert": True}
-OFF: Changes = {"offload_activations": True}
-DIVIDED: Changes = {"distribute_saved_activations": True, "recompute": "full"}
-# One dense block, then one with experts, which may be offloaded, divided, or computed again.
-EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1, "moe_aux_loss_coeff": 0.1}
-EXPERTS |= {"activation": "swiglu", "disable_bias_linear": True}
-GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
+# Words beside those of tests/matrix.
+OWN: dict[str, Changes] = {
+    "bert": {"bert": True},
+    "1f1b": {"schedule": "1f1b"},
+    "fp16": {"precision": "fp16", "initial_loss_scale": 1024.0},
+    "gated": {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"},
+    "offload-activations": {"offload_activations": True},
+    "divided": {"distribute_saved_activations": True, "recompute": "full"},
+    # One dense block, then one with experts, which may be offloaded, divided, or computed again.
+    "experts": {
+        "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1, "moe_aux_loss_coeff": 0.1,
+        "activation": "swiglu", "disable_bias_linear": True,
+    },
+}  # fmt: skip
 
 
-def context(comm: str) -> Changes:
-    return {"cp": 2, "cp_comm": comm}
-
-
-def zero(stage: int) -> Changes:
-    return {"zero_stage": stage}
+def case_of(words: str) -> Case:
+    """A layout and its changes in words."""
+    own = [word for word in words.split() if word in OWN]
+    changes = changes_of(" ".join(word for word in words.split() if word not in OWN))
+    layout = changes.pop("tp", 1), changes.pop("pp", 1), changes.pop("dp", 1)
+    for word in own:
+        changes |= OWN[word]
+    return layout, changes
 
 
 # Every feature; MORE has it with further kinds of parallelism that it meets.
-CASES: dict[int, list[Case]] = {
+CASES = {
     1: [
-        ((1, 1, 1), FULL | UNFUSED | {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        ((1, 1, 1), BERT | OFFLOAD),
-        ((1, 1, 1), GATED | OFF),
+        "recompute=full attention=fused-softmax hidden_dropout=0.1 attention_dropout=0.1",
+        "bert offload",
+        "gated offload-activations",
     ],
     2: [
-        ((1, 1, 2), zero(0) | FP16 | OFFLOAD),
-        ((1, 1, 2), zero(2) | WAIT | BF16 | UNFUSED),
-        ((1, 1, 2), zero(3) | WAIT | BERT),
-        ((1, 2, 1), TWICE | BF16),
-        ((1, 1, 1), context("ring") | GATED | zero(1)),
-        ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
-        ((1, 1, 2), EXPERTS | OFF | {"ep": 2, "moe_expert_capacity_factor": 1.0}),
-        ((2, 1, 1), EXPERTS | DIVIDED | OFF),
+        "dp2 z0 fp16 offload",
+        "dp2 z2 waits precision=bf16 attention=fused-softmax",
+        "dp2 z3 waits bert",
+        "pp2 interleaved virtual2 num_layers=4 precision=bf16",
+        "cp2 cp_comm=ring gated z1",
+        "cp2 cp_comm=ulysses precision=bf16 recompute=selective offload-activations",
+        "dp2 experts offload-activations ep2 moe_expert_capacity_factor=1.0",
+        "tp2 experts divided offload-activations",
         # With biases, which are added once, however many ranks a product is divided over.
-        ((2, 1, 1), DIVIDED | OFF),
-        ((2, 1, 1), SP | FULL),
-        ((1, 1, 2), zero(1) | {"reproducible": True}),  # last: it cannot be undone in a process
+        "tp2 divided offload-activations",
+        "tp2 sp recompute=full",
+        "dp2 z1 reproducible=True",  # last: it cannot be undone in a process
     ],
-    4: [((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE), ((2, 1, 2), zero(3) | SP | BF16 | GATED)],
+    4: ["pp2 dp2 z3 zb waits recompute=selective", "tp2 dp2 z3 sp precision=bf16 gated"],
 }
-MORE: dict[int, list[Case]] = {
+MORE = {
     2: [
-        ((1, 1, 2), zero(0) | WAIT | FULL),
-        ((1, 1, 2), zero(1) | OFFLOAD | SELECTIVE),
-        ((1, 1, 2), zero(3) | FP16),
-        ((1, 2, 1), BERT),
-        ((1, 2, 1), GPIPE | FULL | OFFLOAD),
-        ((1, 2, 1), SPLIT | SELECTIVE | SGD),
-        ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
-        ((2, 1, 1), BERT | SP | BF16),
-        ((1, 2, 1), SPLIT | GATED | BF16),
-        ((2, 1, 1), GATED | SP),
-        ((1, 1, 1), context("allgather") | BERT | zero(3)),
+        "dp2 z0 waits recompute=full",
+        "dp2 z1 offload recompute=selective",
+        "dp2 z3 fp16",
+        "pp2 bert",
+        "pp2 gpipe recompute=full offload",
+        "pp2 zb recompute=selective optimizer=sgd lr=0.05",
+        "tp2 recompute=selective offload fp16",
+        "tp2 bert sp precision=bf16",
+        "pp2 zb gated precision=bf16",
+        "tp2 gated sp",
+        "cp2 cp_comm=allgather bert z3",
     ],
     4: [
-        ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
-        ((1, 2, 2), zero(2) | TWICE | OFFLOAD),
-        ((2, 1, 2), zero(2) | SP | SELECTIVE),
-        ((2, 2, 1), TWICE | SP | FULL),
-        ((2, 2, 1), SPLIT | BERT),
-        ((1, 1, 4), zero(3) | OFFLOAD | WAIT),
+        "pp2 dp2 z1 1f1b",
+        "pp2 dp2 z2 interleaved virtual2 num_layers=4 offload",
+        "tp2 dp2 z2 sp recompute=selective",
+        "tp2 pp2 interleaved virtual2 num_layers=4 sp recompute=full",
+        "tp2 pp2 zb bert",
+        "dp4 z3 offload waits",
     ],
 }
 
@@ -158,10 +155,10 @@ def on_cpu(text: str, directory: str) -> list[float]:
     [*((CASES[ranks], ranks) for ranks in CASES), *(pytest.param(MORE[n], n, marks=pytest.mark.slow) for n in MORE)],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_training_gives_the_cpus_losses(cases: list[Case], ranks: int, folder: str) -> None:
-    init, arguments = ranks > 1, (cases, "pretend", folder)
+def test_training_gives_the_cpus_losses(cases: list[str], ranks: int, folder: str) -> None:
+    init, arguments = ranks > 1, (list(map(case_of, cases)), "pretend", folder)
     (found, *_) = run_distributed(train_all, ranks, *arguments, backend="pretend", init=init, timeout=600)
-    for case, figures in zip(cases, found, strict=True):
+    for case, figures in zip(arguments[0], found, strict=True):
         precision = case[1].get("precision", "fp32")
         losses, norms = TOLERANCES[precision]
         expected = on_cpu(json.dumps(case[1], sort_keys=True), folder)
@@ -170,7 +167,8 @@ def test_training_gives_the_cpus_losses(cases: list[Case], ranks: int, folder: s
 
 
 def test_offloaded_activations_of_a_split_backward_change_no_bit(folder: str) -> None:
-    cases = [((1, 2, 1), SPLIT | BF16 | {"num_layers": 6, "micro_batch_size": 2} | offload) for offload in ({}, OFF)]
+    plain = "pp2 zb precision=bf16 num_layers=6 mb2"
+    cases = [case_of(plain), case_of(f"{plain} offload-activations")]
     found = run_distributed(train_all, 2, cases, "pretend", folder, backend="pretend", timeout=600)[0]
     assert found[0] == found[1]
 

@@ -37,21 +37,9 @@ WITHOUT_REPLIES = (
 )
 TRIMMED = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
 LAST_ONE_DIFFERS = "{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}"
-CONVERSATIONS: list[list[dict[str, str]]] = [
-    [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello, world!"}],
-    [
-        {"role": "system", "content": "You count."},
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two, three"},
-        {"role": "user", "content": "four\nfive"},
-        {"role": "assistant", "content": "  six ü 7"},
-    ],
-    [
-        {"role": "assistant", "content": "I begin."},
-        {"role": "assistant", "content": "And go on."},
-        {"role": "user", "content": "."},
-    ],
-]
+CONVERSATIONS: list[list[dict[str, str]]] = json.loads(
+    Path(__file__).with_name("conversations.json").read_text(encoding="utf-8")
+)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,55 +19,8 @@ from megacore.config.validation import Validation, degrees_product
 from tests.unit.refusals import field_of, proposals
 from tests.unit.test_config import make
 
-_SIZES: Mapping[str, tuple[Any, ...]] = {
-    "tp": (1, 2, 3, 4, 5, 8),
-    "pp": (1, 2, 3, 4, 6),
-    "dp": (None, None, 1, 2, 3, 6),
-    "cp": (1, 1, 1, 2, 4),
-    "num_layers": (1, 2, 6, 12),
-    "num_attention_heads": (4, 6, 8, 12, 16),
-    "num_query_groups": (None, None, 2, 3, 4),
-    "hidden_size": (64, 96, 100, 192),
-    "ffn_hidden_size": (None, 96, 100, 258),
-    "seq_length": (32, 33, 64, 96),
-    "max_position_embeddings": (None, None, 32, 64),
-    "sequence_parallel": (None, None, True),
-    "global_batch_size": (None, 5, 8, 12, 24),
-    "micro_batch_size": (1, 1, 2, 4),
-    "schedule": ("auto", "1f1b", "interleaved"),
-    "virtual_stages": (1, 1, 1, 2, 3),
-    "zero_stage": (0, 1),
-    "zero_shard_size": (None, None, None, 2, 3),
-}
-_EXPERTS: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (4, 6, 8),
-    "ep": (1, 2, 3, 4, 8),
-    "etp": (None, None, 1, 2),
-    "moe_ffn_hidden_size": (None, 33, 48),
-}
-_DURATIONS: Mapping[str, tuple[Any, ...]] = {
-    "train_iters": (1, 2, 9, 12, 40),
-    "lr_warmup_iters": (0, 1, 4, 12, 50),
-    "lr_decay_iters": (None, None, 8, 20),
-    "lr_decay_style": ("cosine", "WSD", "1cycle"),
-    "lr_wsd_decay_iters": (None, 3, 30),
-    "rampup_batch_size": ((), ("2", "2", "24"), ("3", "5", "24"), ("12", "4", "9"), ("30", "6", "9")),
-    "global_batch_size": (None, 8, 12, 24),
-    "micro_batch_size": (1, 2, 3),
-    "replay_interval": (0, 0, 5, 20),
-    "check_replicas_interval": (100, 30),
-    "on_spike": ("none", "warn", "skip", "rollback"),
-    "save_interval": (None, 5, 12),
-    "spike_window": (100, 8),
-    "max_rollbacks": (3, 20),
-    "trace": (None, True),
-    "trace_steps": (None, 2, 30),
-    "profile_steps": (None, "3:5", "8:30"),
-    "reproducible": (None, True),
-    "grad_reduce_dtype": ("fp32", "bf16"),
-    "optimizer": ("adamw", "lion"),
-    "moments_dtype": ("fp32", "bf16"),
-}
+# Of random configurations, what each field is drawn from.
+_DRAWN: dict[str, dict[str, list[Any]]] = json.loads(Path(__file__).with_name("proposals.json").read_text())
 _Runs = Iterator[tuple[dict[str, Any], int | None]]
 
 
@@ -73,9 +28,12 @@ def _layouts() -> _Runs:
     """Values by field, most of them wrong, and the number of processes; None: as many as the degrees say."""
     draw = random.Random(7)
     while True:
-        values = {name: draw.choice(among) for name, among in _SIZES.items()}
+        values = {name: draw.choice(among) for name, among in _DRAWN["layouts"].items()}
         if draw.random() < 0.3:
-            values |= {"disable_bias_linear": True, **{name: draw.choice(among) for name, among in _EXPERTS.items()}}
+            values |= {
+                "disable_bias_linear": True,
+                **{name: draw.choice(among) for name, among in _DRAWN["experts"].items()},
+            }
         # Most of the rest as in a valid layout, so that few constraints are violated at once.
         kept = draw.sample(sorted(values), k=draw.randint(3, 9))
         experts: dict[str, Any] = {
@@ -89,14 +47,15 @@ def _runs() -> _Runs:
     """The same of what depends on the number of steps and on the batch."""
     draw = random.Random(11)
     while True:
-        values = {name: draw.choice(among) for name, among in _DURATIONS.items()}
+        values = {name: draw.choice(among) for name, among in _DRAWN["runs"].items()}
         kept = draw.sample(sorted(values), k=draw.randint(3, 8))
         yield {"train_iters": 12, **{name: values[name] for name in kept}}, draw.choice((None, 1, 2))
 
 
 def _made(values: Mapping[str, Any], world_size: int | None) -> tuple[Config, int]:
     """A configuration, and the number of its processes."""
-    config = make(**{name: value for name, value in values.items() if name != "world_size" and value is not None})
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    config = make(**{name: value for name, value in given.items() if name != "world_size" and value is not None})
     ranks = values.get("world_size", world_size)
     return config, degrees_product(config) if ranks is None else ranks
 
