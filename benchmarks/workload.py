@@ -23,13 +23,6 @@ from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 
 Step = Callable[[], StepResult]
-# What makes the model of `resolved_configuration` one of Llama's kind.
-LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-}
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
