@@ -7,9 +7,10 @@ it is loaded. The names of `__all__` are loaded when they are first used.
 
 from __future__ import annotations
 
-import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megacore.lazy import listed_names, loader_of
 
 if TYPE_CHECKING:
     from megacore.arrive.deepspeed_engine import initialize
@@ -20,30 +21,7 @@ if TYPE_CHECKING:
     from megacore.train.engine import Layer, PipelineEngine
     from megacore.train.trainer import Trainer
 
-__all__ = [
-    "Layer",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PipelineEngine",
-    "Trainer",
-    "build_mesh",
-    "initialize",
-    "pretrain_gpt",
-    "register_optimizer",
-]
 __version__ = "0.1.0"
-
-_MODULES = {
-    "Layer": "megacore.train.engine",
-    "OptimizerConfig": "megacore.config",
-    "ParallelConfig": "megacore.config",
-    "PipelineEngine": "megacore.train.engine",
-    "Trainer": "megacore.train.trainer",
-    "build_mesh": "megacore.parallel.mesh",
-    "initialize": "megacore.arrive.deepspeed_engine",
-    "pretrain_gpt": "megacore.commands.from_python",
-    "register_optimizer": "megacore.optim.optimizers",
-}
 
 
 def has_ring(name: str) -> bool:
@@ -52,16 +30,11 @@ def has_ring(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+_NAMES = listed_names(__name__)
 if not has_ring("arrive"):
-    __all__.remove("initialize")
-    del _MODULES["initialize"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'megacore' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
+    del _NAMES["initialize"]
+__all__ = sorted(_NAMES)
+__getattr__ = loader_of(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

@@ -9,8 +9,9 @@ The names below are what the trainer uses; each is loaded when it is first used,
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megacore.lazy import listed_names, loader_of
 
 if TYPE_CHECKING:
     from megacore.data.bert.dataset import BertBatch
@@ -22,26 +23,6 @@ if TYPE_CHECKING:
     from megacore.data.loading.batch import Batch
     from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch, PackedMicrobatch, PaddedMicrobatch
 
-__all__ = [
-    "Batch", "BatchLoader", "BertBatch", "DeviceLoader", "KnowsDocuments", "KnowsPacking", "Microbatch",
-    "NamedSets", "PackedMicrobatch", "Packing", "PaddedMicrobatch", "SampleDataset", "bin_path",
-    "build_datasets", "check_inputs", "idx_path", "local_prefix", "tokenizer_of", "vocabulary_size",
-]  # fmt: skip
-_NAMES = {
-    "bert.dataset": "BertBatch",
-    "gpt.blend": "KnowsDocuments NamedSets SampleDataset",
-    "gpt.build": "build_datasets check_inputs tokenizer_of vocabulary_size",
-    "gpt.packing": "KnowsPacking Packing",
-    "indexed.fetching": "local_prefix",
-    "indexed.reader": "bin_path idx_path",
-    "loading.batch": "Batch",
-    "loading.loader": "BatchLoader DeviceLoader Microbatch PackedMicrobatch PaddedMicrobatch",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names.split():
-            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_NAMES = listed_names(__name__)
+__all__ = sorted(_NAMES)
+__getattr__ = loader_of(__name__, _NAMES)
