@@ -185,7 +185,7 @@ def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> 
             list(map(pixel, samples)), abs=0.06
         )
     assert "step 30 rolled back to 20: the spike" in parsed.text and "undone" not in parsed.text
-    assert "2 steps skipped, 1 rollback" in parsed.text
+    assert "2 steps skipped 1 resume, 1 rollback" in parsed.text
 
 
 def test_extreme_numbers_are_named_and_left_out(tmp_path: Path) -> None:

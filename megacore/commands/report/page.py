@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import megacore
@@ -72,14 +73,18 @@ def verdict_of(run: RunFiles) -> Verdict:
 
 def page(run: RunFiles) -> str:
     """The report as HTML."""
-    name = run.directory.resolve().name or str(run.directory)
     body = "\n".join(_Page(run).sections())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(name)}: megacore run</title>'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(_name(run))}: megacore run</title>'
         f"<style>{STYLE}</style></head><body><main>\n{body}\n</main></body></html>\n"
     )
+
+
+def _name(run: RunFiles) -> str:
+    """The directory with the one that it is in: many runs are called `run` or by a date."""
+    return "/".join(run.directory.resolve().parts[-2:])
 
 
 class Position(NamedTuple):
@@ -104,7 +109,9 @@ class _Page:
         yield self.loss()
         yield '<div class="grid">'
         yield from self.validation_sets()
-        yield from self.small_charts()
+        yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
+        yield self.gradient_norm()
+        yield self._chart("Throughput", "perf/tokens_per_sec", note="tokens per second, all ranks", from_zero=True)
         yield self.step_times()
         yield "</div>"
         yield self.experts()
@@ -125,7 +132,7 @@ class _Page:
         remarks += [f"{problem}." for problem in run.problems]
         notes = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in remarks)
         return (
-            f'<header><h1>{escape(run.directory.resolve().name)}</h1><p class="sub">{escape(self._subtitle())}</p>'
+            f'<header><h1>{escape(_name(run))}</h1><p class="sub">{escape(self._subtitle())}</p>'
             f'<p class="verdict"><span class="badge {verdict.kind}">{escape(verdict.word)}</span> '
             f"{escape(verdict.text)}</p>{notes}</header>"
         )
@@ -139,25 +146,24 @@ class _Page:
         return " · ".join(part for part in parts if part)
 
     def figures(self) -> str:
-        steps, evaluations = self.run.steps, self.run.evaluations
-        losses, evaluated = _numbers(steps, "train/loss"), _numbers(evaluations, "eval/loss")
-        speeds, mfus = _numbers(steps, "perf/tokens_per_sec"), _numbers(steps, "perf/mfu")
+        """The numbers that a person looks for first; one that is not known has no tile."""
+        steps, evaluated = self.run.steps, _numbers(self.run.evaluations, "eval/loss")
+        losses, speeds = _numbers(steps, "train/loss"), _numbers(steps, "perf/tokens_per_sec")
+        times, mfus = _numbers(steps, "perf/step_time_s"), _numbers(steps, "perf/mfu")
         tokens = finite(steps[-1].get("consumed_tokens")) if steps else None
-        skipped = sum(event["event"] == "skip" for event in self.lasting)
         rollbacks = len(self.run.events_of("rollback"))
-        tiles = [
-            ("last loss", f"{losses[-1]:.4f}" if losses else "none", "nats per token"),
-            ("best evaluation", f"{min(evaluated):.4f}" if evaluated else "none", "eval loss"),
-            ("data", short(tokens) if tokens is not None else "none", f"tokens read{' or skipped' * bool(rollbacks)}"),
-            ("throughput", short(quantile(speeds, 0.5)) if speeds else "none", "tokens/s, median"),
-            ("MFU", f"{quantile(mfus, 0.5):.1%}" if mfus else "unknown", "median" if mfus else "no peak known"),
-            (
-                "resumes",
-                str(max(len(self.launches) - 1, 0)),
-                f"{counted(skipped, 'step') if skipped else 'no step'} skipped"
-                + (f", {counted(rollbacks, 'rollback')}" if rollbacks else ""),
-            ),
-        ]
+        tiles = [("last loss", f"{losses[-1]:.4f}", "nats per token")] if losses else []
+        tiles += [("best evaluation", f"{min(evaluated):.4f}", "eval loss")] if evaluated else []
+        tiles += (
+            [("data", short(tokens), f"tokens read{' or skipped' * bool(rollbacks)}")] if tokens is not None else []
+        )
+        tiles += [("throughput", short(quantile(speeds, 0.5)), "tokens/s, median")] if speeds else []
+        tiles += [("step", f"{quantile(times, 0.5):.3g} s", "median")] if times else []
+        tiles += [("MFU", f"{quantile(mfus, 0.5):.1%}", f"median; {CONVENTION}")] if mfus else []
+        kinds = ("resume", max(len(self.launches) - 1, 0)), ("rollback", rollbacks)
+        counts = [("step", sum(event["event"] == "skip" for event in self.lasting)), *kinds]
+        disturbed = [counted(count, what) + " skipped" * (what == "step") for what, count in counts if count]
+        tiles += [("disturbances", disturbed[0], ", ".join(disturbed[1:]))] if disturbed else []
         items = (
             f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(unit)}</small></div>'
             for name, value, unit in tiles
@@ -180,14 +186,8 @@ class _Page:
         keys = [(curve.style, curve.name) for curve in curves if any(p.y is not None for p in curve.points)]
         keys += [(style, name) for style, name in kinds if any(mark.style == style for mark in marks)]
         legend = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in keys)
-        drawn = Chart(
-            title="Loss over tokens",
-            curves=[curve for curve in curves if curve.points],
-            marks=marks,
-            x_name=self.x_name,
-            width=1140,
-            height=340,
-        )
+        lines, title = [curve for curve in curves if curve.points], f"Loss over {self.x_name}"
+        drawn = Chart(title=title, curves=lines, marks=marks, x_name=self.x_name, width=1140, height=340)
         return _card("Loss", f'{to_svg(drawn)}<p class="legend">{legend}</p>', note="nats per token", wide=True)
 
     def _marks(self) -> Iterator[Mark]:
@@ -195,22 +195,14 @@ class _Page:
             text = f"resumed at step {launch.get('step')}, {_layout(launch)}"
             yield Mark(x=self._x_of_step(launch), style="resume", text=text)
         yield from self._rollbacks()
-        spikes = [event for event in self.lasting if event["event"] == "spike"]
-        for event in spikes[:: max(1, -(-len(spikes) // _MOST_MARKS))]:
-            text = f"step {event.get('step')}: {event.get('reason')}"
-            yield Mark(x=self._x_of_step(event), style="spike", text=text[:200])
-        skips = [
-            (self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}")
-            for e in self.lasting
-            if e["event"] == "skip"
-        ]
-        skips += [
-            (self._x(r), f"step {r['step']}: the loss is not finite")
-            for r in self.run.steps
-            if "train/loss" in r and finite(r["train/loss"]) is None
-        ]
-        for x, text in skips[:: max(1, -(-len(skips) // _MOST_MARKS))]:
-            yield Mark(x=x, style="skip", text=text[:200])
+        of_kind = {kind: [e for e in self.lasting if e["event"] == kind] for kind in ("spike", "skip")}
+        spikes = [(self._x_of_step(e), f"step {e.get('step')}: {e.get('reason')}") for e in of_kind["spike"]]
+        skips = [(self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}") for e in of_kind["skip"]]
+        bad = (r for r in self.run.steps if "train/loss" in r and finite(r["train/loss"]) is None)
+        skips += [(self._x(r), f"step {r['step']}: the loss is not finite") for r in bad]
+        for style, found in (("spike", spikes), ("skip", skips)):
+            for x, text in found[:: max(1, -(-len(found) // _MOST_MARKS))]:
+                yield Mark(x=x, style=style, text=text[:200])
 
     def _rollbacks(self) -> Iterator[Mark]:
         for event in self.run.events_of("rollback")[:_MOST_MARKS]:
@@ -225,21 +217,6 @@ class _Page:
             name = key.removeprefix("eval/").removesuffix("/loss")
             yield self._chart(f"Loss on {name}", key, note="nats per token, validation set", is_noisy=False)
 
-    def small_charts(self) -> Iterator[str]:
-        yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
-        yield self.gradient_norm()
-        yield self._chart("Throughput", "perf/tokens_per_sec", note="tokens per second, all ranks", from_zero=True)
-        if _numbers(self.run.steps, "perf/mfu"):
-            note = f"share of the peak; {CONVENTION}"
-            yield self._chart("MFU", "perf/mfu", note=note, form=_percent, from_zero=True)
-        else:
-            note = f"per rank; {CONVENTION}"
-            yield self._chart("TFLOP/s", "perf/tflops_per_rank", note=note, from_zero=True)
-        waited = _numbers(self.run.steps, "perf/data_wait_fraction")
-        mean = f", {_percent(sum(waited) / len(waited))} on average" if waited else ""
-        note = f"share of the step{mean}"
-        yield self._chart("Data wait", "perf/data_wait_fraction", note=note, form=_percent, from_zero=True)
-
     def gradient_norm(self) -> str:
         clip, norms = finite(self.run.setting("optimizer", "clip_grad")), _numbers(self.run.steps, "train/grad_norm")
         note, level = "before clipping", None
@@ -252,31 +229,16 @@ class _Page:
             note, level = f"{share:.1%} of the logged steps are clipped", (clip, f"clipped to {clip:g}")
         return self._chart("Gradient norm", "train/grad_norm", note=note, level=level)
 
-    def _chart(
-        self,
-        title: str,
-        key: str,
-        *,
-        note: str = "",
-        form: Callable[[float], str] = short,
-        level: tuple[float, str] | None = None,
-        from_zero: bool = False,
-        is_noisy: bool = True,
-    ) -> str:
+    def _chart(self, title: str, key: str, *, note: str = "", is_noisy: bool = True, **how: Any) -> str:
+        """A card with the curve of one metric; empty where no number of it was logged. `how` is what a Chart takes."""
         points = self._points(self.run.evaluations if key.startswith("eval/") else self.run.steps, key)
+        if all(point.y is None for point in points):
+            return ""
         curves = [Curve(name=title, style="main", points=points)]
         if is_noisy and len(points) > _SMOOTHED_FROM:
             smooth = smoothed(points, len(points) / _SMOOTHING)
             curves = [Curve(name=title, style="soft", points=points), Curve(name="", style="main", points=smooth)]
-        drawn = Chart(
-            title=title,
-            curves=curves,
-            marks=list(self._rollbacks()),
-            x_name=self.x_name,
-            form=form,
-            level=level,
-            from_zero=from_zero,
-        )
+        drawn = Chart(title=title, curves=curves, marks=list(self._rollbacks()), x_name=self.x_name, **how)
         return _card(title, to_svg(drawn), note=note)
 
     def experts(self) -> str:
@@ -292,7 +254,10 @@ class _Page:
             if named := re.fullmatch(r"moe/block_(\d{1,9})/(\w+)", key):
                 rows.setdefault(int(named[1]), {})[named[2]] = finite(value)
         head = [name for name in _OF_EXPERTS if any(name in row for row in rows.values())]
-        cells = ((str(block), *(_number(rows[block].get(name)) for name in head)) for block in sorted(rows))
+        cells = (
+            (str(block), *("none" if (value := rows[block].get(name)) is None else short(value) for name in head))
+            for block in sorted(rows)
+        )
         table = _table(("block", *(_OF_EXPERTS[name] for name in head)), cells)
         card = _card("Experts by layer", table, note=f"step {records[-1]['step']:,}", wide=True)
         return f'<div class="grid">{"".join(charts)}</div>{card}'
@@ -302,48 +267,38 @@ class _Page:
     def memory(self) -> str:
         events = [event for event in self.run.events_of("memory") if isinstance(event.get("ranks"), list)]
         ranks = [rank for rank in (events[-1]["ranks"] if events else []) if isinstance(rank, dict)]
-        bars = [
-            Bar(
-                name=_rank_name(rank),
-                measured=finite(rank.get("peak_bytes")) or 0.0,
-                predicted=finite(rank.get("predicted_bytes")),
-            )
-            for rank in ranks
-        ]
+        bytes_of = [(finite(rank.get("peak_bytes")) or 0.0, finite(rank.get("predicted_bytes"))) for rank in ranks]
+        named = zip(map(_rank_name, ranks), bytes_of, strict=True)
+        bars = [Bar(name=name, measured=measured, predicted=predicted) for name, (measured, predicted) in named]
         if not bars:
-            return _card("Memory of each rank", '<p class="none">nothing was recorded</p>', wide=True)
-        bars.sort(key=lambda bar: -bar.measured)
+            return ""
         note = "peak; the line is the prediction" if any(bar.predicted is not None for bar in bars) else "peak"
+        scale = max(max(bar.measured, bar.predicted or 0.0) for bar in bars)
         if len(bars) > _MOST_RANKS:
             note += f"; the {_MOST_RANKS} fullest of {len(bars)} ranks"
-        shown, scale = bars[:_MOST_RANKS], max(max(bar.measured, bar.predicted or 0.0) for bar in bars)
-        half = -(-len(shown) // 2) if len(shown) > 4 else len(shown)
-        svgs = (bars_to_svg(part, scale, "Memory of each rank") for part in (shown[:half], shown[half:]) if part)
+            least = sorted((bar.measured for bar in bars), reverse=True)[_MOST_RANKS - 1]
+            bars = [bar for bar in bars if bar.measured >= least][:_MOST_RANKS]  # in the order of the ranks
+        half = -(-len(bars) // 2) if len(bars) > 4 else len(bars)
+        svgs = (bars_to_svg(part, scale, "Memory of each rank") for part in (bars[:half], bars[half:]) if part)
         return _card("Memory of each rank", f'<div class="pair">{"".join(svgs)}</div>', note=note, wide=True)
 
     def step_times(self) -> str:
-        """Slow steps and slow ranks."""
+        """Slow steps, waiting for data, and slow ranks."""
         times = [(t, r["step"]) for r in self.run.steps if (t := finite(r.get("perf/step_time_s"))) is not None]
         rows: list[Sequence[str]] = []
         if times:
-            seconds = [seconds for seconds, _ in times]
-            rows += [
-                ("median step", f"{quantile(seconds, 0.5):.3g} s"),
-                ("95% are below", f"{quantile(seconds, 0.95):.3g} s"),
-            ]
+            rows.append(("95% are below", f"{quantile([seconds for seconds, _ in times], 0.95):.3g} s"))
             rows += [(f"slow: step {step:,}", f"{seconds:.3g} s") for seconds, step in sorted(times, reverse=True)[:3]]
+        if waited := _numbers(self.run.steps, "perf/data_wait_fraction"):
+            share = f"{_percent(sum(waited) / len(waited))} of the steps' time, at most {_percent(max(waited))}"
+            rows.append(("wait for data", share))
         keys = dict.fromkeys(key for record in self.run.steps for key in record if key.startswith("perf/straggler"))
         for key in keys:
-            values = _numbers(self.run.steps, key)
-            if values:
-                rows.append(
-                    (
-                        key.removeprefix("perf/").replace("_", " "),
-                        f"last {short(values[-1])}, most {short(max(values))}",
-                    )
-                )
-        content = _table((), rows) if rows else '<p class="none">nothing was logged</p>'
-        return _card("Step times and stragglers", content)
+            if values := _numbers(self.run.steps, key):
+                most = "" if key.endswith("_rank") else f", most {short(max(values))}"
+                figures = f"last {short(values[-1])}{most}"
+                rows.append((key.removeprefix("perf/").replace("_", " "), figures))
+        return _card("Step times and stragglers", _table((), rows)) if rows else ""
 
     def pipeline(self) -> str:
         path = self.run.directory / "trace.json"
@@ -365,25 +320,15 @@ class _Page:
     # ---- tables
 
     def starts(self) -> str:
-        ends = {"end", "error"}
-        rows, number = [], 0
-        for index, event in enumerate(self.run.events):
-            if event["event"] != "launch":
-                continue
-            number += 1
-            rest = self.run.events[index + 1 :]
-            own = rest[: next((n for n, e in enumerate(rest) if e["event"] == "launch"), len(rest))]
-            last = next((e for e in reversed(own) if e["event"] in ends), None)
+        rows: list[Sequence[str]] = []
+        places = [place for place, event in enumerate(self.run.events) if event["event"] == "launch"]
+        for number, (place, stop) in enumerate(pairwise([*places, None]), start=1):
+            event, *own = self.run.events[place:stop]
+            last = next((e for e in reversed(own) if e["event"] in ("end", "error")), None)
             how = "no end on record" if last is None else str(last.get("error") or last.get("reason") or "finished")
-            saves = sum(e["event"] == "save" for e in own)
-            cells = (
-                str(number),
-                _time(event),
-                str(event.get("step")),
-                _layout(event),
-                str(event.get("git") or event.get("version")),
-            )
-            rows.append((*cells, str(event.get("host")), str(saves), how))
+            saves, code = sum(e["event"] == "save" for e in own), event.get("git") or event.get("version")
+            cells = (number, _time(event), event.get("step"), _layout(event), code, event.get("host"), saves, how)
+            rows.append(tuple(map(str, cells)))
         if not rows:
             return ""
         head = ("start", "time (UTC)", "from step", "layout", "code", "host", "saves", "end")
@@ -397,9 +342,8 @@ class _Page:
 
     def versions(self) -> str:
         launch: Record = self.launches[-1] if self.launches else {}
-        rows: list[Sequence[str]] = [
-            ("megacore", f"{launch.get('version', 'unknown')}, git {launch.get('git') or 'none'}")
-        ]
+        code = f"{launch.get('version', 'unknown')}, git {launch.get('git') or 'none'}"
+        rows: list[Sequence[str]] = [("megacore", code)]
         packages = launch.get("packages")
         rows += [(str(k), str(v)) for k, v in packages.items()] if isinstance(packages, dict) else []
         rows += [(name, str(launch[name])) for name in ("device", "host", "platform") if name in launch]
@@ -472,15 +416,9 @@ def _numbers(records: Iterable[Record], key: str) -> list[float]:
 
 
 _OF_EXPERTS = {
-    "max_violation": "largest load over the mean, less 1",
-    "min_load": "smallest load over the mean",
-    "dropped": "dropped choices",
-    "smallest_gap": "smallest gap of a choice",
-}
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else short(value)
+    "max_violation": "largest load over the mean, less 1", "min_load": "smallest load over the mean",
+    "dropped": "dropped choices", "smallest_gap": "smallest gap of a choice",
+}  # fmt: skip
 
 
 def _percent(value: float) -> str:
