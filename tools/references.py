@@ -45,7 +45,6 @@ LISTED = {
     "During and after a run": (
         "where", "generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report",
     ),
-    "Of developers": ("mup_check",),
 }  # fmt: skip
 """Tools by the section of the page that has them."""
 UNLISTED = {
@@ -53,13 +52,14 @@ UNLISTED = {
     "generated_pages": "what programs that write documentation share",
     "kernel_cases": "what kernel_report measures",
     "kernel_report": "compiles the kernels without a GPU",
+    "mup_check": "optimizers.md has its commands",
     "prose": "finds the English of the quick start's corpus",
     "quickstart": "`make quickstart`",
     "references": "writes this page",
     "run_lm_eval": "the program of lm-evaluation-harness, with its flags",
 }
 """Tools that a make target or another tool starts, or that a page names by itself."""
-_COMMANDS = 2  # of each tool; guides show more
+_COMMANDS = 1  # of each tool; guides show more
 _KINDS = {"sets": "{}", "idle": "no effect", "some": "only {}"}
 
 # ---- flags
