@@ -23,9 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from unittest import mock
 
-from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.deepspeed_keys import all_keys
-from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, all_keys
+from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, REPLACED
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.fields import FieldInfo, Range, field_infos

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megacore.arrive import megatron_flags, megatron_script
-from megacore.arrive.deepspeed_batches import ACCUMULATION, TOTAL
+from megacore.arrive import megatron_script
+from megacore.arrive.deepspeed import ACCUMULATION, DEEPSPEED_FLAGS, TOTAL
 from megacore.arrive.deepspeed_file import read_deepspeed
-from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.megatron_flags import ELSEWHERE, FOREIGN, LISTS, SYNONYMS
-from megacore.arrive.megatron_model import NOTATIONS
-from megacore.arrive.translation import ForeignFlag, translate, translate_settings
+from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, NOTATIONS, REPLACED, TABLES
+from megacore.arrive.rows import Foreign, Value
+from megacore.arrive.translation import Run, Translation, translate_settings
 from megacore.config.fields import FieldInfo
 from megacore.config.given import ForeignSetting, Given
 from megacore.config.other_trainers import Build, ForeignValue, OtherTrainers
@@ -50,7 +49,7 @@ class _Known(OtherTrainers):
             origin=_DEEPSPEED if flag in DEEPSPEED_FLAGS else _MEGATRON,
             source=" ".join([flag, *words]),
             fields=foreign.fields,
-            translate=partial(translate, foreign, flag, tuple(words)),
+            translate=partial(_translate, foreign, flag, tuple(words)),
             is_idle=foreign.is_idle,
             is_last=foreign.is_last,
         )
@@ -63,16 +62,19 @@ class _Known(OtherTrainers):
         if len(words) != 1:
             return None
         (word,) = words
+        if why := TABLES["elsewhere"].get(name, {}).get(word):
+            raise ValueError(f"{flag} {word} is a {_MEGATRON} value that megacore does not support: {why}")
+        ours: Any = TABLES["synonyms"].get(name, {}).get(word, word)
         if name in NOTATIONS and "," in word:
-            ours: Any = NOTATIONS[name](flag, word)
-        else:
-            ours = SYNONYMS.get(name, {}).get(word, word)
-            if why := ELSEWHERE.get(name, {}).get(word):
-                raise ValueError(f"{flag} {word} is a {_MEGATRON} value that megacore does not support: {why}")
+            ours = NOTATIONS[name](flag, word)
         return None if ours == word else ForeignValue(_MEGATRON, ours)
 
     def advice(self, flag: str) -> str | None:
-        return megatron_flags.advice(flag)
+        if flag in REPLACED:
+            return f"a {_MEGATRON} flag: {REPLACED[flag]}"
+        if flag in NOT_YET:
+            return f"a {_MEGATRON} flag that megacore does not support: {NOT_YET[flag]}"
+        return None
 
     def refusal(self, flags: Sequence[str], advice: str) -> str:
         if len(flags) == 1:
@@ -127,9 +129,23 @@ class _Known(OtherTrainers):
         return settings, list(_of_one_layout(settings))
 
 
-def _accepted(flag: str) -> ForeignFlag | None:
+def _accepted(flag: str) -> Foreign | None:
     """What a flag of Megatron-LM or Megatron-DeepSpeed becomes; None for others."""
     return FOREIGN.get(flag) or DEEPSPEED_FLAGS.get(flag)
+
+
+def _translate(foreign: Foreign, flag: str, words: Sequence[str], run: Run) -> Translation:
+    """What a flag with its values becomes.
+
+    Raises:
+        ValueError: it has too few or too many values, or one that has no translation; the message names the way out.
+    """
+    if foreign.is_switch and words:
+        raise ValueError(f"{flag} {words[0]}: a switch takes no value: leave the value out")
+    if not (foreign.is_switch or foreign.is_list or len(words) == 1):
+        way_out = "give it one, or leave the flag out" if foreign.is_idle else f"it is {foreign.becomes}"
+        raise ValueError(f"{flag} needs one value, and has {len(words) or 'none'}: {way_out}")
+    return foreign.translate(Value(flag, " ".join(words), run))
 
 
 def _of_one_layout(settings: Sequence[ForeignSetting]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Reads a DeepSpeed configuration: a JSON file or a dictionary. Every key is translated or refused by name.
 
-deepspeed_keys.py says what each key becomes. Nothing of DeepSpeed is needed. A value "auto" means what it means in
+deepspeed_keys.toml says what each key becomes. Nothing of DeepSpeed is needed. A value "auto" means what it means in
 transformers: the setting comes from the flags.
 """
 
@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.arrive.deepspeed_keys import all_keys, tables
-from megacore.arrive.deepspeed_values import Document, Key, Value, shown, value_at
-from megacore.arrive.translation import Shape, Translation
+from megacore.arrive.deepspeed import all_keys, tables
+from megacore.arrive.rows import Document, Foreign, Value, shown, value_at
+from megacore.arrive.translation import Run, Translation
 from megacore.config.given import ForeignSetting
 from megacore.config.messages import did_you_mean, nearest_name
 from megacore.files import unreadable
@@ -141,13 +141,13 @@ def _setting(path: str, value: Any, document: Document, name: str) -> ForeignSet
         where=f"{name}: ",
         fields=key.fields,
         translate=partial(_translate, key, path, value, document),
-        is_idle=key.kind == "idle",
+        is_idle=key.is_idle,
         is_last=key.is_last,
     )
 
 
-def _translate(key: Key, path: str, value: Any, document: Document, shape: Shape) -> Translation:
-    return key.translate(Value(path, value, document, shape))
+def _translate(key: Foreign, path: str, value: Any, document: Document, run: Run) -> Translation:
+    return key.translate(Value(path, value, run, document))
 
 
 def _fp32(name: str) -> ForeignSetting:
@@ -157,5 +157,5 @@ def _fp32(name: str) -> ForeignSetting:
         source="without bf16 and fp16",
         where=f"{name}: ",
         fields=(),
-        translate=lambda shape: Translation(implied={"precision": "fp32"}),
+        translate=lambda run: Translation(implied={"precision": "fp32"}),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megacore.arrive.deepspeed_file import read_deepspeed
-from megacore.arrive.deepspeed_values import Document, value_at
+from megacore.arrive.rows import Document, value_at
 from megacore.arrive.translation import translate_settings
 from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megacore.config.dimensions import fill_degrees, size_of_role

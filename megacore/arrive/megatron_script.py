@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS, LAUNCHER
-from megacore.arrive.megatron_flags import FOREIGN, TABLES
+from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, LAUNCHER
+from megacore.arrive.megatron import FOREIGN, TABLES
 from megacore.config.checkpoint import AUTO
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import field_infos

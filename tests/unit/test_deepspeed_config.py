@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.deepspeed_keys import all_keys, tables
-from megacore.arrive.megatron_flags import FOREIGN
+from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, all_keys, tables
+from megacore.arrive.megatron import FOREIGN
 from megacore.config import OptimizerConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names

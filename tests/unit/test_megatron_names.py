@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megacore.arrive.deepspeed_flags import DEEPSPEED_FLAGS
-from megacore.arrive.megatron_flags import FOREIGN, LISTS, NOT_YET, REPLACED
-from megacore.arrive.translation import Shape
+from megacore.arrive.deepspeed import DEEPSPEED_FLAGS
+from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.arrive.translation import Run
 from megacore.checkpoint.manifest import find_checkpoint
+from megacore.config import Config, TrainingConfig
 from megacore.config.bert import BertConfig
 from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.model import padded_rows
@@ -73,7 +74,7 @@ def test_flags_without_effect_set_nothing(words: str) -> None:
     assert not given.values
     assert [setting for setting in given.foreign if not setting.is_idle] == []
     for setting in given.foreign:
-        translation = setting.translate(Shape(None, None))
+        translation = setting.translate(Run(Config(training=TrainingConfig(train_iters=1))))
         assert not (translation.values or translation.implied or translation.dropped)
 
 
