@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megacore.train.engine import Layer, PipelineEngine
     from megacore.train.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def has_ring(name: str) -> bool:
