@@ -27,6 +27,7 @@ KINDS = {
     "tests": {"test"},
     "kernels": {"kernel"},
     "train gpt2-xl, offload": TRAINED,
+    "train experts": {"fit", *TRAINED},
     "checkpoint": {"checkpoint"},
     **{f"train {shape}": {"fit", *TRAINED} for shape in SHAPES},
     **{f"train {shape}, compiled": TRAINED for shape in SHAPES},

@@ -140,10 +140,17 @@ COLLECTIONS: dict[str, Callable[[], Work]] = {"argv": argv, "tools": tools, "run
 
 
 def chosen(only: str) -> dict[str, set[str]]:
-    """The collections and keys that `--only` names: `argv`, or `runs:zero` for the runs with this in their names."""
+    """The collections and keys that `--only` names: `argv`, or `runs:zero` for the runs with this in their names.
+
+    Raises:
+        ValueError: it names nothing.
+    """
     name, _, word = only.partition(":")
-    works = {each: work for each, work in COLLECTIONS.items() if name in ("", each)}
-    return {each: {key for key in work() if word in key} for each, work in works.items()}
+    works = {each: work() for each, work in COLLECTIONS.items() if name in ("", each)}
+    found = {each: {word} if word in work else {key for key in work if word in key} for each, work in works.items()}
+    if not any(found.values()):
+        raise ValueError(f"--only {only} names none of {', '.join(works)}: leave {word} out, or use a part of a name")
+    return found
 
 
 def collect(tree: Path, keys: Mapping[str, set[str]], workers: int) -> dict[str, dict[str, Outcome]]:
@@ -156,11 +163,13 @@ def collect(tree: Path, keys: Mapping[str, set[str]], workers: int) -> dict[str,
 
 def compare(base: str, only: str, workers: int) -> int:
     """Run a revision and this tree, and print what differs; returns the exit status."""
+    keys = chosen(only)
     with tempfile.TemporaryDirectory(prefix="golden-base-") as name:
         tree = Path(name, "tree")
         subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", ROOT, tree], check=True)
-        subprocess.run(["git", "-C", tree, "checkout", "-q", base], check=True)
-        old, new = (collect(place, chosen(only), workers) for place in (tree, ROOT))
+        if subprocess.run(["git", "-C", tree, "checkout", "-q", base, "--"], check=False).returncode:
+            raise ValueError(f"--base {base} is no revision of this repository")
+        old, new = (collect(place, keys, workers) for place in (tree, ROOT))
     count = 0
     for collection, outcomes in new.items():
         different = {key: list(differences(old[collection][key], outcomes[key])) for key in outcomes}
@@ -170,6 +179,8 @@ def compare(base: str, only: str, workers: int) -> int:
             if len(lines) > 6:
                 print(f"  and {len(lines) - 6} more")
         print(f"{collection}: {len(outcomes)} rows, {len(different)} differ")
+        if failed := [key for key, outcome in outcomes.items() if "err" in outcome]:
+            print(f"{collection}: {len(failed)} rows end with an error: {', '.join(failed)}")
         count += len(different)
     return min(count, 1)
 
@@ -226,9 +237,12 @@ def main() -> int:
     given = parser.parse_args()
     if given.only.partition(":")[0] not in ("", *COLLECTIONS):
         parser.error(f"--only takes {', '.join(COLLECTIONS)}, not {given.only}")
-    if given.base is not None:
-        return compare(given.base, given.only, given.workers)
-    write(given.only, given.workers)
+    try:
+        if given.base is not None:
+            return compare(given.base, given.only, given.workers)
+        write(given.only, given.workers)
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

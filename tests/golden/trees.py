@@ -122,9 +122,12 @@ def on_workers(tree: Path, work: Mapping[K, Callable[[Worker], V]], workers: int
 
 
 def numbers_of(output: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run without what the machine's speed decides."""
+    """The lines of metrics.jsonl of a run; of what the machine's speed decides, the names only."""
     lines = (output / "metrics.jsonl").read_text().splitlines() if (output / "metrics.jsonl").exists() else []
-    rows = [{k: v for k, v in json.loads(line).items() if k == "step" or k.startswith(NUMBERS)} for line in lines]
+    rows = [
+        {k: v if k == "step" or k.startswith(NUMBERS) else "measured" for k, v in json.loads(line).items()}
+        for line in lines
+    ]
     return [{key: value if value == value else "nan" for key, value in row.items()} for row in rows]
 
 
