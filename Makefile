@@ -80,7 +80,7 @@ test: setup-dev
 pytest: setup-dev
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-slow: setup-dev
+test-slow: setup-dev $(DOCS_STAMP)
 	$(RUN) -m pytest -m slow -n $(WORKERS) --dist worksteal tests/$(PIECE) $(ARGS)
 
 # Runs both trees on this machine. ARGS="--only runs:zero" takes the runs with this word in their names.

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.patience import patience
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 CHROMIUM = os.environ.get("CHROMIUM") or next((found for name in NAMES if (found := shutil.which(name))), None)
 """The program; None: this machine has none. The variable CHROMIUM names one that is not on the path."""
@@ -21,7 +23,7 @@ def _run(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[
     # A page of the site reads the index of its search, a file too. Nothing is loaded from elsewhere.
     command += ["--allow-file-access-from-files", "--host-resolver-rules=MAP * ~NOTFOUND", "--hide-scrollbars"]
     command += [f"--user-data-dir={profile}", "--virtual-time-budget=4000", *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(60))
 
 
 def dom_and_complaints(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:

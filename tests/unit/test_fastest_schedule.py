@@ -22,6 +22,7 @@ from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.ways_out import Limits
 from megacore.train import launch
+from tests.patience import patience
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
 W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
@@ -82,7 +83,7 @@ def test_the_choice_is_quick() -> None:
     config = planned(flags)
     began = time.process_time()
     scheduled(config, CLUSTERS["a100-80g"])
-    assert time.process_time() - began < 3  # about 0.3 s
+    assert time.process_time() - began < patience(1)  # about 0.3 s
 
 
 def test_memory_decides() -> None:
