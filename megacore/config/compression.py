@@ -103,7 +103,10 @@ def _one_bit(config: Config, world_size: int) -> Iterator[str]:
         )
     freeze = config.onebitadam.onebit_freeze_step
     if freeze is None and config.training.train_iters == LARGEST_INT:  # an engine
-        yield f"{given} needs --optimizer freeze-step where the length of the run is not known: use, for example, 1000"
+        yield (
+            f"{given} needs --optimizer freeze-step where the length of the run is not known: use --optimizer "
+            "freeze-step=1000"
+        )
     if freeze is not None and freeze >= config.training.train_iters:
         most = config.training.train_iters - 1
         way = f"use {most} or less, or a larger --train-iters" if most else "use a larger --train-iters"

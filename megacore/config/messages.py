@@ -67,7 +67,7 @@ def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     """The accepted name that `name` was probably meant to be, or None.
 
     A misspelled name comes first, then its initials (`lr` for `learning_rate`), then the name that is most similar as a
-    whole and by words, then one that contains it.
+    whole and by words.
     """
     bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
     wanted = name.lower().lstrip("-")
@@ -80,10 +80,7 @@ def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     similar = misspelled or bare
     scores = {name: (_similarity(wanted, name) + _shared_words(wanted, name)) / 2 for name in similar}
     nearest = max(scores, key=lambda candidate: (scores[candidate], candidate), default="")
-    if misspelled or scores.get(nearest, 0.0) >= _SIMILAR:
-        return bare[nearest]
-    containing = [candidate for candidate in bare if wanted in candidate] if len(wanted) >= 3 else []
-    return bare[min(containing, key=len)] if containing else None
+    return bare[nearest] if misspelled or scores.get(nearest, 0.0) >= _SIMILAR else None
 
 
 def _similarity(one: str, other: str) -> float:
@@ -93,10 +90,13 @@ def _similarity(one: str, other: str) -> float:
 
 def _shared_words(wanted: str, candidate: str) -> float:
     """From 0 to 1: how similar the words of `wanted` are to the most similar ones of a candidate, on average. An equal
-    word counts more than a similar one, by the square."""
+    word counts more than a similar one, by the square. Less than a third of the candidate's words say nothing, unless
+    it begins with them: `nope` is not meant to be `qk-nope-head-dim`."""
     words, others = (re.findall(r"[a-z0-9]+", name) for name in (wanted, candidate))
     nearest = [max((_similarity(word, other) for other in others), default=0.0) for word in words]
-    return sum(near**2 for near in nearest if near >= _SIMILAR) / max(len(words), 1)
+    shared = [near for near in nearest if near >= _SIMILAR]
+    says_something = 3 * len(shared) >= len(others) or candidate.startswith(wanted)
+    return sum(near**2 for near in shared) / len(words) if shared and says_something else 0.0
 
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
