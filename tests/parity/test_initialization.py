@@ -75,6 +75,7 @@ def test_slices_across_blocks_are_slices_of_the_whole(ranges: dict[int, tuple[in
     whole = normal_slice(ShardSpec(name="w", shape=(1537, 2000)), seed=5, std=1.0)
     spec = replace(ShardSpec.split((1537, 2000), ranges), name="w")
     assert torch.equal(normal_slice(spec, seed=5, std=1.0), spec.take(whole))
+    assert not torch.equal(whole[:13], whole[524:537])  # a block is 524 rows
 
 
 # ---- what is said of a model before it is built: its parameters and its operations

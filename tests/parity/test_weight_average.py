@@ -93,8 +93,9 @@ def evaluated(trainer: Trainer) -> float:
     return loss
 
 
-def test_an_evaluation_computes_with_the_average_and_leaves_the_weights(tmp_path: Path) -> None:
-    averaged, plain = (trainer_of((1, 1, 1), tmp_path, eval_ema=eval_ema, eval_iters=2) for eval_ema in (True, False))
+def evaluate_and_train_on(rank: int, ranks: int, directory: str, changes: Changes) -> None:
+    changes = {"eval_iters": 2, "train_iters": STEPS + 1, **changes}
+    averaged, plain = (trainer_of((1, 1, ranks), directory, eval_ema=eval_ema, **changes) for eval_ema in (True, False))
     for trainer in (averaged, plain):
         for _ in range(STEPS):
             trainer.train_step(next(trainer.batches))
@@ -102,11 +103,20 @@ def test_an_evaluation_computes_with_the_average_and_leaves_the_weights(tmp_path
     assert evaluated(averaged) != evaluated(plain)
     assert all(torch.equal(weights(averaged)[name], value) for name, value in before.items())
     assert all(torch.equal(average(averaged)[name], value) for name, value in other.items())
+    assert averaged.train_step(next(averaged.batches)).loss == plain.train_step(next(plain.batches)).loss
     for local, same in zip(averaged.model.data_parallel.segments, plain.model.data_parallel.segments, strict=True):
         kept = local.state(averaged.update.optimizer, "ema")
         assert kept is not None
         same.master.copy_(kept)
+    plain.model.data_parallel.publish()
     assert evaluated(averaged) == evaluated(plain)
+
+
+@pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {"zero_stage": 1, "precision": "bf16"})], ids=str)
+def test_an_evaluation_computes_with_the_average_and_leaves_the_weights(
+    ranks: int, changes: Changes, tmp_path: Path
+) -> None:
+    run_distributed(evaluate_and_train_on, ranks, str(tmp_path), changes)
 
 
 def test_the_converter_exports_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
