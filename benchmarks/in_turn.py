@@ -12,24 +12,29 @@ from tools.generated_pages import table
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, wait: Callable[[], object] = lambda: None
-) -> dict[str, list[float]]:
-    """Seconds of each run in every round; one more round is first, to warm up.
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    wait: Callable[[], object] = lambda: None,
+    *,
+    warm_up: int = 1,
+) -> dict[str, list[Any]]:
+    """What each run measures of itself in every round; of one that returns nothing, its seconds.
 
     Args:
         runs: what takes turns, by name.
         rounds: how many are counted. Every other one begins at the other end.
         wait: called before and after each run, as to wait for other ranks.
+        warm_up: rounds before them, which do not count.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
+    found: dict[str, list[Any]] = {name: [] for name in runs}
+    for number in range(rounds + warm_up):
         for name in list(runs)[:: 1 if number % 2 else -1]:
             wait()
             start = time.perf_counter()
-            runs[name]()
+            measured = runs[name]()
             wait()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: taken[1:] for name, taken in seconds.items()}
+            found[name].append(time.perf_counter() - start if measured is None else measured)
+    return {name: taken[warm_up:] for name, taken in found.items()}
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> str:

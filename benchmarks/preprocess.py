@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.in_turn import ratio  # noqa: E402
+from benchmarks.in_turn import ratio, take_turns  # noqa: E402
 
 SIDES = ("megacore", "one_worker", "pool")
 
@@ -64,23 +65,20 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
     size = _write_corpus(corpus, int(args.megabytes * 1e6)) / 1e6
     _run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", args.vocab_size, "--output", tokenizer)
     print(f"{size:.1f} MB of text, vocabulary {args.vocab_size}, {args.workers} workers, {os.cpu_count()} cores")
-    sides = list(args.sides)
-    wall: dict[str, list[float]] = {side: [] for side in sides}
-    cpu: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(args.rounds):
-        turn = number % len(sides)
-        for side in sides[turn:] + sides[:turn]:
-            result = json.loads(_run(__file__, "--side", side, "--folder", folder, "--workers", args.workers))
-            wall[side].append(result["wall"])
-            cpu[side].append(result["cpu"])
-            print(
-                f"round {number + 1} {side:<18} {result['wall']:6.2f} s  {size / result['wall']:6.2f} MB/s  "
-                f"CPU {result['cpu']:6.2f} s  {size / result['cpu']:6.2f} MB per CPU second",
-                flush=True,
-            )
-    for side in sides if "megacore" in sides else ():
+
+    def measured(side: str) -> dict[str, float]:
+        result: dict[str, float] = json.loads(
+            _run(__file__, "--side", side, "--folder", folder, "--workers", args.workers)
+        )
+        rates = (f"{name} {taken:6.2f} s {size / taken:6.2f} MB/s" for name, taken in result.items())
+        print(f"{side:<18} {'  '.join(rates)}", flush=True)
+        return result
+
+    taken = take_turns({side: partial(measured, side) for side in args.sides}, args.rounds, warm_up=0)
+    for side in args.sides if "megacore" in taken else ():
         if side != "megacore":
-            throughput, per_cpu = ratio(wall[side], wall["megacore"]), ratio(cpu[side], cpu["megacore"])
+            pairs = ([[one[name] for one in taken[of]] for of in (side, "megacore")] for name in ("wall", "cpu"))
+            throughput, per_cpu = (ratio(*pair) for pair in pairs)
             print(f"megacore / {side}: {throughput} of its throughput, {per_cpu} per CPU second")
 
 
