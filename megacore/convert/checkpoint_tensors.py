@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.files import FileEntry, describe, verify
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import describe, verify
 from megacore.checkpoint.manifest import (
     Manifest,
     Piece,
@@ -22,7 +23,7 @@ from megacore.checkpoint.manifest import (
 from megacore.checkpoint.state import BUFFERS, MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
-from megacore.config import Config, ResolvedModel
+from megacore.config import Config
 from megacore.config.average import EMA
 from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
@@ -52,7 +53,7 @@ class CheckpointTensors:
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.directory = find_checkpoint(path)
         self.manifest = read_manifest(self.directory)
-        self.config = _model_of(self.manifest, self.directory)
+        self.config = trained_model(self.manifest, self.directory)
         paired = "bert" in self.manifest.config
         self.bert = section_of(self.manifest, self.directory, "bert", ResolvedBert) if paired else None
         if averaged and EMA.name not in self.manifest.tensors:
@@ -114,10 +115,6 @@ class CheckpointTensors:
             yield piece, stored
 
 
-def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
-    return trained_model(manifest, directory)
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,27 +160,30 @@ def write_shards(
     return file_of
 
 
-def weights_manifest(
+def write_weights(
     directory: Path,
     config: Config,
     types_of: TensorTypes,
-    where: Mapping[str, str],
-    others: Sequence[str],
+    tensors: Iterator[tuple[str, Tensor]],
     *,
+    most_bytes: int,
+    others: Sequence[str] = (),
     tokenizer: str | None = None,
     buffers: Collection[str] = (),
-) -> Manifest:
-    """The manifest of a checkpoint with only weights, at step 0, from which a run starts.
+) -> None:
+    """Write a checkpoint with only weights, at step 0, from which a run starts.
 
     Args:
-        directory: where the files lie.
+        directory: of the files.
         config: of a run with the model.
-        types_of: dtype and shape of all tensors.
-        where: their files.
-        others: further files to list.
+        types_of: dtype and shape of all tensors, in the order in which they come.
+        tensors: the tensors.
+        most_bytes: of a file.
+        others: further files of the directory, to list in the manifest.
         tokenizer: fingerprint of the tokenizer among them.
         buffers: names of tensors that are no weights.
     """
+    where = write_shards(directory, "model", types_of, tensors, most_bytes=most_bytes)
     entries = {
         name: TensorEntry(
             shape=list(shape),
@@ -192,17 +192,17 @@ def weights_manifest(
         )
         for name, (dtype, shape) in types_of.items()
     }
-    files: dict[str, FileEntry] = {name: describe(directory / name) for name in sorted({*where.values(), *others})}
-    return Manifest(
+    manifest = Manifest(
         step=0,
         consumed_samples=0,
         counters={"updates": 0},
         topology=dict.fromkeys((dimension.name for dimension in DIMENSIONS), 1),
         tokenizer=tokenizer,
         config=sections_as_dicts(config),
-        files=files,
+        files={name: describe(directory / name) for name in sorted({*where.values(), *others})},
         tensors={
             MODEL: {name: entry for name, entry in entries.items() if name not in buffers},
             **({BUFFERS: {name: entries[name] for name in buffers}} if buffers else {}),
         },
     )
+    (directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

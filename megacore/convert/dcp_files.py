@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megacore.convert.hf_directory import inside
-from megacore.convert.pickled import Inert, Record, load_tensor, unpickle
+from megacore.convert.pickled import NAMES, Inert, Record, load_tensor, unpickle
 from megacore.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -39,25 +39,11 @@ class _Key(Record):
 
 
 _KNOWN: Mapping[str, Any] = {
-    "builtins.getattr": Inert,  # by which some versions of Python (3.11.2) store a member of an enumeration
-    f"{_METADATA}.Metadata": Record,
+    **dict.fromkeys(NAMES["dcp_records"], Record),
+    **dict.fromkeys(NAMES["dcp_unneeded"], Inert),
     f"{_METADATA}.TensorStorageMetadata": _Tensor,
-    f"{_METADATA}.BytesStorageMetadata": Record,
-    f"{_METADATA}.TensorProperties": Record,
-    f"{_METADATA}.ChunkStorageMetadata": Record,
     f"{_METADATA}.MetadataIndex": _Key,
-    f"{_METADATA}.StorageMeta": Inert,
-    f"{_METADATA}._MEM_FORMAT_ENCODING": Inert,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": Record,
-    "torch.distributed.checkpoint.planner._Checkpointable": Inert,
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": Record,
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Inert,
-    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Record,
-    "torch.serialization._get_layout": Inert,
     "torch.Size": tuple,
-    "pathlib.PosixPath": Inert,
-    "pathlib.Path": Inert,
-    "pathlib._local.PosixPath": Inert,
     "collections.OrderedDict": dict,
     **{f"torch.{name}": getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
 }

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY
 from megacore.checkpoint.tensor_file import DTYPES, read_tensor
 from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBert
-from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
+from megacore.convert.checkpoint_tensors import write_weights
 from megacore.convert.hf_directory import (
     CONFIG,
     GENERATION_CONFIG,
@@ -112,18 +111,16 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
     tokenizer = carried_tokenizer(model.directory.path)
     tensors = model.stored.tensors
     types_of = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
-    where = write_shards(target, "model", types_of, _converted(model), most_bytes=most_bytes)
-    kept = _keep(model, target)
-    fingerprint = None if tokenizer is None else tokenizer.fingerprint
-    config = whole_config(model.config, model.bert)
-    buffers = [step.ours for step in model.plan if step.is_buffer]
-    manifest = weights_manifest(target, config, types_of, where, kept, tokenizer=fingerprint, buffers=buffers)
-    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-
-
-def _converted(model: HFModel) -> Iterator[tuple[str, Tensor]]:
-    for step in model.plan:
-        yield step.ours, model.read(step)
+    write_weights(
+        target,
+        whole_config(model.config, model.bert),
+        types_of,
+        ((step.ours, model.read(step)) for step in model.plan),
+        most_bytes=most_bytes,
+        others=_keep(model, target),
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+        buffers=[step.ours for step in model.plan if step.is_buffer],
+    )
 
 
 def _keep(model: HFModel, target: Path) -> list[str]:

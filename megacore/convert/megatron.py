@@ -13,47 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ResolvedModel
-from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
+from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.megatron_config import model_of
-from megacore.convert.megatron_experts import EXPERT_NAMES, expert_matrices, is_of_expert, stacked_names
+from megacore.convert.megatron_experts import expert_matrices, is_of_expert, stacked_names
 from megacore.convert.megatron_files import RankFile, open_ranks
+from megacore.convert.megatron_rows import Split, our_name
 from megacore.convert.plan import buffer_shapes, model_shapes, whole_config
 from megacore.convert.torch_dist import is_torch_dist, open_torch_dist
 from megacore.errors import CheckpointError
 
-# Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are those of
-# Megatron-LM's GPT, the second ones those of Megatron core.
-_NAMES = {
-    r"language_model\.embedding\.word_embeddings\.weight": ("embedding.tokens.weight", "rows"),
-    r"language_model\.embedding\.position_embeddings\.weight": ("embedding.positions", "whole"),
-    r"embedding\.word_embeddings\.weight": ("embedding.tokens.weight", "rows"),
-    r"embedding\.position_embeddings\.weight": ("embedding.positions", "whole"),
-    r"(?:language_model\.)?output_layer\.weight": ("head.weight", "rows"),
-    r"language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\.(weight|bias)": ("head.norm.{1}", "whole"),
-    r"decoder\.final_layernorm\.(weight|bias)": ("head.norm.{1}", "whole"),
-}
 _BLOCK = re.compile(r"(?:language_model\.(?:encoder|transformer)|decoder)\.layers\.(\d+)\.(.+)")
-_BLOCK_NAMES = {
-    r"input_(?:layer)?norm\.(weight|bias)": ("attention_norm.{1}", "whole"),
-    r"self_attention\.linear_qkv\.layer_norm_(weight|bias)": ("attention_norm.{1}", "whole"),
-    r"(?:self_)?attention\.query_key_value\.(weight|bias)": ("attention.qkv.{1}", "rows"),
-    r"self_attention\.linear_qkv\.(weight|bias)": ("attention.qkv.{1}", "rows"),
-    r"self_attention\.q_layernorm\.(weight|bias)": ("attention.query_norm.{1}", "whole"),
-    r"self_attention\.k_layernorm\.(weight|bias)": ("attention.key_norm.{1}", "whole"),
-    r"(?:self_)?attention\.dense\.weight": ("attention.output.weight", "columns"),
-    r"(?:self_)?attention\.dense\.bias": ("attention.output.bias", "whole"),
-    r"self_attention\.linear_proj\.weight": ("attention.output.weight", "columns"),
-    r"self_attention\.linear_proj\.bias": ("attention.output.bias", "whole"),
-    r"post_attention_(?:layer)?norm\.(weight|bias)": ("mlp_norm.{1}", "whole"),
-    r"pre_mlp_layernorm\.(weight|bias)": ("mlp_norm.{1}", "whole"),
-    r"mlp\.linear_fc1\.layer_norm_(weight|bias)": ("mlp_norm.{1}", "whole"),
-    r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)": ("mlp.up.{1}", "rows"),
-    r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight": ("mlp.down.weight", "columns"),
-    r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias": ("mlp.down.bias", "whole"),
-    **EXPERT_NAMES,
-}
 _CONSTANTS = ("inv_freq", "_extra_state")
 _TIED_COPY = re.compile(r"word_embeddings_for_head\.weight")
 
@@ -62,7 +32,7 @@ _TIED_COPY = re.compile(r"word_embeddings_for_head\.weight")
 class _Merged:
     """A tensor of megacore's and its parts on the tensor-parallel ranks."""
 
-    split: str
+    split: Split
     parts: list[Tensor] = field(default_factory=list)
 
 
@@ -256,14 +226,12 @@ def _require_copy(name: str, tensor: Tensor, first: dict[str, Tensor], rank: Ran
         raise CheckpointError(f"{rank.path}: {name[:120]} differs from that of the first expert-parallel rank")
 
 
-def _our_name(name: str, offset: int, rank: RankFile) -> tuple[str, str]:
+def _our_name(name: str, offset: int, rank: RankFile) -> tuple[str, Split]:
     block = _BLOCK.fullmatch(name)
-    table, text = (_BLOCK_NAMES, block[2]) if block else (_NAMES, name)
+    if (found := our_name(block[2] if block else name, in_block=block is not None)) is None:
+        raise CheckpointError(f"{rank.path}: megacore does not know the tensor {name[:120]}")
     prefix = f"blocks.{int(block[1]) + offset}." if block else ""
-    for pattern, (ours, split) in table.items():
-        if match := re.fullmatch(pattern, text):
-            return prefix + ours.replace("{1}", match[1] if match.groups() else ""), split
-    raise CheckpointError(f"{rank.path}: megacore does not know the tensor {name[:120]}")
+    return prefix + found[0], found[1]
 
 
 def _layers_before(rank: RankFile, files: list[list[RankFile]], chunk: int) -> int:
@@ -297,10 +265,8 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
         CheckpointError: they differ, or the files do not fit each other.
     """
     types_of = {name: (model.dtype(name), shape) for name, shape in model.shapes.items()}
-    where = write_shards(target, "model", types_of, model.tensors(), most_bytes=most_bytes)
     config = whole_config(model.config, None)
-    manifest = weights_manifest(target, config, types_of, where, [], buffers=model.buffers)
-    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    write_weights(target, config, types_of, model.tensors(), most_bytes=most_bytes, buffers=model.buffers)
     written = CheckpointTensors(target)
     for name, tensor in model.tensors():
         if not torch.equal(written.read(name).view(torch.uint8), tensor.view(torch.uint8)):

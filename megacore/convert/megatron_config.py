@@ -8,66 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from megacore.config import ModelConfig, ResolvedModel
-from megacore.config.fields import field_infos
 from megacore.convert.megatron_experts import experts_of
+from megacore.convert.megatron_rows import read_fields
 from megacore.errors import CheckpointError
 
-# Their flag -> ours, and Megatron-LM's default.
-_SAME: Mapping[str, tuple[tuple[str, ...], Any]] = {
-    "num_layers": (("num_layers", "encoder_num_layers"), None),
-    "hidden_size": (("hidden_size",), None),
-    "num_attention_heads": (("num_attention_heads",), None),
-    "ffn_hidden_size": (("ffn_hidden_size",), None),
-    "kv_channels": (("kv_channels",), None),
-    "max_position_embeddings": (("max_position_embeddings",), None),
-    "norm_epsilon": (("norm_epsilon", "layernorm_epsilon"), 1e-5),
-    "init_method_std": (("init_method_std",), 0.02),
-    "hidden_dropout": (("hidden_dropout",), 0.1),
-    "attention_dropout": (("attention_dropout",), 0.1),
-    "normalization": (("normalization",), "LayerNorm"),
-    "qk_layernorm": (("qk_layernorm",), False),
-    "untie_embeddings_and_output_weights": (("untie_embeddings_and_output_weights",), False),
-}
-# What megacore computes; another value is another model.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (False,),
-    "rotary_interleaved": (False,),
-    "multi_latent_attention": (False,),
-    "window_size": (None,),
-    "qk_l2_norm": (False,),
-    "mtp_num_layers": (None, 0),
-    "num_tokentypes": (0,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    # Of Megatron core as of 2026.
-    "softmax_type": ("vanilla",),
-    "softmax_scale": (None,),
-    "window_attn_skip_freq": (None,),
-    "attention_output_gate": (False,),
-    "head_wise_attn_gate": (False,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_type": (None,),
-    "linear_attention_freq": (None,),
-    "no_rope_freq": (None,),
-    "rotary_base_per_layer": (None,),
-    "mrope_section": (None,),
-    "glu_linear_offset": (0,),
-    "activation_func_clamp_value": (None,),
-    "moe_n_hash_layers": (0,),
-    "use_mup": (False,),
-    "mup_embedding_mult": (1,),
-    "mup_output_mult": (1,),
-    "enable_hyper_connections": (False,),
-    "is_hybrid_model": (False,),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "hybrid_attention_ratio": (0,),
-    "hybrid_mlp_ratio": (0,),
-    "mtp_hybrid_override_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "retro_add_retriever": (False,),
-    "spec": (None,),
-}
 # Flags that choose an activation -> ours, or None where megacore lacks it. Without one it is a form of GELU.
 _ACTIVATIONS: dict[str, str | None] = {"swiglu": "swiglu", "squared_relu": "relu2", "quick_geglu": None}
 _ACTIVATION_NAME = re.compile(r"(elu|glu|silu|swish)$")
@@ -89,18 +33,8 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
     Raises:
         CheckpointError: everything that megacore cannot represent exactly, by flag.
     """
-    problems = []
-    for name, allowed in _ONLY.items():
-        if name in args and args[name] not in allowed:
-            problems.append(f"{name} is {str(args[name])[:40]!r}, which megacore does not have")
-    fields: dict[str, Any] = {}
-    for ours, (names, default) in _SAME.items():
-        value = next((args[name] for name in names if args.get(name) is not None), default)
-        kind, optional = field_infos(ModelConfig)[ours].kind, field_infos(ModelConfig)[ours].optional
-        if type(value) is not kind and not (kind is float and type(value) is int) and not (optional and value is None):
-            problems.append(f"{names[0]} is {str(value)[:40]!r}, not a {kind.__name__}")
-            continue
-        fields[ours] = value
+    problems: list[str] = []
+    fields = read_fields(args, ModelConfig, problems)
     said = args.get("vocab_size")
     if type(said) is int and said > 0:
         said += args.get("tokenizer_type") in _WITHOUT_END and "null_tokenizer_eod_id" not in args

@@ -16,24 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from megacore.config import ExpertsConfig
-from megacore.config.fields import field_infos
+from megacore.convert.megatron_rows import read_fields
 
 _EXPERTS = r"(?P<before>.*\.mlp\.)experts\."
 _ONE = re.compile(_EXPERTS + r"(?:local_experts\.(?P<n>\d+)\.linear_fc(?P<fc>[12])\.weight)")
 _NUMBERED = re.compile(_EXPERTS + r"linear_fc(?P<fc>[12])\.weight(?P<n>\d+)")
 _STACKED = re.compile(_EXPERTS + r"experts\.linear_fc(?P<fc>[12])\.weight")
 _JOINED = re.compile(_EXPERTS + r"weight(?P<fc>[12])")
-EXPERT_NAMES = {
-    r"mlp\.router\.weight": ("mlp.router.weight", "whole"),
-    r"mlp\.router\.expert_bias": ("mlp.router.bias", "whole"),
-    r"mlp\.experts\.(\d+)\.linear_fc1\.weight": ("mlp.experts.{1}.up.weight", "rows"),
-    r"mlp\.experts\.(\d+)\.linear_fc2\.weight": ("mlp.experts.{1}.down.weight", "columns"),
-    r"mlp\.shared_experts\.linear_fc1\.weight": ("mlp.shared.mlp.up.weight", "rows"),
-    r"mlp\.shared_experts\.linear_fc2\.weight": ("mlp.shared.mlp.down.weight", "columns"),
-    r"mlp\.shared_experts\.gate_weight": ("mlp.shared.gate", "whole"),
-}
-"""Megatron core's name of a tensor in a block -> megacore's, and how tensor-parallel ranks split it. Experts have the
-names that `expert_matrices` gives them."""
 _OF_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
@@ -74,41 +63,18 @@ def _name(match: re.Match[str], number: int) -> str:
 
 
 def is_of_expert(ours: str) -> bool:
-    """Whether a tensor belongs to one expert, by the name that `EXPERT_NAMES` gives it."""
+    """Whether a tensor belongs to one expert, by the name that megatron.toml gives it."""
     return _OF_EXPERT.search(ours) is not None
 
 
 def stacked_names(name: str, shape: tuple[int, ...]) -> list[str]:
-    """The names in `EXPERT_NAMES` of the matrices that one of megacore's tensors stacks; of others its own name."""
+    """The names in megatron.toml of the matrices that one of megacore's tensors stacks; of others its own name."""
     if ".mlp.experts." not in name:
         return [name]
     return [name.replace(".mlp.experts.", f".mlp.experts.{number}.") for number in range(shape[0])]
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
-
-# Their flag -> ours, and Megatron-LM's default.
-_SAME: Mapping[str, tuple[str, Any]] = {
-    "num_experts": ("num_experts", None),
-    "moe_router_topk": ("moe_router_topk", 2),
-    "moe_router_pre_softmax": ("moe_router_pre_softmax", False),
-    "moe_router_score_function": ("moe_router_score_function", "softmax"),
-    "moe_router_num_groups": ("moe_router_num_groups", None),
-    "moe_router_group_topk": ("moe_router_group_topk", None),
-    "moe_router_topk_scaling_factor": ("moe_router_topk_scaling_factor", 1.0),
-    "moe_router_enable_expert_bias": ("moe_router_enable_expert_bias", False),
-    "moe_ffn_hidden_size": ("moe_ffn_hidden_size", None),
-    "moe_shared_expert_intermediate_size": ("moe_shared_expert_size", None),
-    "moe_shared_expert_gate": ("moe_shared_expert_gate", False),
-}
-# What megacore computes; another value is another model.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "moe_apply_probs_on_input": (False,),
-    "moe_expert_capacity_factor": (None,),  # which drops tokens in evaluation too
-    "moe_latent_size": (None,),
-    "moe_router_force_load_balancing": (False,),
-    "moe_router_topk_limited_devices": (None,),
-}
 
 
 def experts_of(args: Mapping[str, Any], layers: Any, problems: list[str]) -> ExpertsConfig | None:
@@ -123,23 +89,14 @@ def experts_of(args: Mapping[str, Any], layers: Any, problems: list[str]) -> Exp
     if not number or number == [1]:  # which Megatron-DeepSpeed writes for a dense model
         return None
     before = len(problems)
-    for name, allowed in _ONLY.items():
-        if name in args and args[name] not in allowed:
-            problems.append(f"{name} is {str(args[name])[:40]!r}, which megacore does not have")
     balancing = args.get("moe_router_load_balancing_type")
     if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
         problems.append("moe_router_load_balancing_type is 'sinkhorn', which megacore does not have")
     if args.get("add_bias_linear", True):
         problems.append("add_bias_linear is True, but experts have no biases in megacore")
     fields = _first_and_frequency(args, layers, problems)
-    for theirs, (ours, default) in _SAME.items():
-        value = number if ours == "num_experts" else args.get(theirs)
-        fields[ours] = value = default if value is None else value
-        info = field_infos(ExpertsConfig)[ours]
-        is_whole_float = info.kind is float and type(value) is int
-        if type(value) is not info.kind and not is_whole_float and not (info.optional and value is None):
-            problems.append(f"{theirs} is {str(value)[:40]!r}, not a {info.kind.__name__}")
-    if fields["moe_router_score_function"] != "softmax":
+    fields |= read_fields({**args, "num_experts": number}, ExpertsConfig, problems)
+    if fields.get("moe_router_score_function") != "softmax":
         fields["moe_router_pre_softmax"] = False  # which has no effect then
     if len(problems) > before:
         return None

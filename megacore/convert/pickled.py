@@ -29,10 +29,11 @@ from torch import Tensor
 from megacore.errors import CheckpointError
 from megacore.files import read_bounded
 
-_UNNEEDED = {
+NAMES = {
     program: names.split()
     for program, names in tomllib.loads(Path(__file__).with_name("pickles.toml").read_text(encoding="utf-8")).items()
 }
+"""Classes and functions that pickles of other programs mention, of pickles.toml."""
 _MOST_INDEX = 1 << 30
 _LONGEST_LINE = 1 << 20  # lines have names and numbers
 _DEEPEST = 100  # containers within containers; checkpoints of other trainers have about ten
@@ -84,7 +85,7 @@ def load(path: Path, *, deepspeed: bool = False) -> Any:
     Raises:
         CheckpointError: it mentions anything else, or is damaged.
     """
-    unneeded = _UNNEEDED["megatron"] + (_UNNEEDED["deepspeed"] if deepspeed else [])
+    unneeded = NAMES["megatron"] + (NAMES["deepspeed"] if deepspeed else [])
     known: list[Any] = [argparse.Namespace, *((Inert, name) for name in unneeded)]
     try:
         with torch.serialization.safe_globals(known), warnings.catch_warnings():

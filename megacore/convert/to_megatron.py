@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,39 +27,15 @@ from megacore.convert.dcp_files import write_dcp
 from megacore.convert.megatron import open_megatron
 from megacore.convert.megatron_config import model_of
 from megacore.convert.megatron_files import FILE
+from megacore.convert.megatron_rows import Norms, split_of, written_flags, written_name
 from megacore.convert.pickled import save
 from megacore.errors import CheckpointError, ConfigError
 from megacore.progress import Progress
 
-Norms = Literal["fused", "apart"]
 _DIRECTORY = "release"
 _POINTER = "latest_checkpointed_iteration.txt"
 _VOCABULARY = ("embedding.tokens.weight", "head.weight")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-_NAMES = {
-    "embedding.tokens.weight": "embedding.word_embeddings.weight",
-    "embedding.positions": "embedding.position_embeddings.weight",
-    "head.weight": "output_layer.weight",
-    "head.norm.weight": "decoder.final_layernorm.weight",
-    "head.norm.bias": "decoder.final_layernorm.bias",
-}
-_LAYERS = {
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.output": "self_attention.linear_proj",
-    "attention.query_norm": "self_attention.q_layernorm",
-    "attention.key_norm": "self_attention.k_layernorm",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-}
-_NORMS: dict[Norms, dict[str, str]] = {
-    "fused": {
-        "attention_norm": "self_attention.linear_qkv.layer_norm_",
-        "mlp_norm": "mlp.linear_fc1.layer_norm_",
-    },
-    "apart": {"attention_norm": "input_layernorm.", "mlp_norm": "pre_mlp_layernorm."},
-}
-_ROWS = ("attention.qkv.weight", "attention.qkv.bias", "mlp.up.weight", "mlp.up.bias")
-_COLUMNS = ("attention.output.weight", "mlp.down.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,22 +128,15 @@ def args_of(config: ResolvedModel) -> dict[str, Any]:
     """Megatron-LM's flags of a model; `model_of` reads them back, as far as Megatron core has such a model."""
     base = config.rotary_base
     return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
+        **written_flags(config),
         "ffn_hidden_size": config.inner_size,
-        "num_attention_heads": config.num_attention_heads,
         "kv_channels": config.head_size,
         "group_query_attention": config.query_groups != config.num_attention_heads,
         "num_query_groups": config.query_groups,
-        "max_position_embeddings": config.max_position_embeddings,
         "seq_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "make_vocab_size_divisible_by": config.make_vocab_size_divisible_by,
-        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
-        "normalization": config.normalization,
-        "norm_epsilon": config.norm_epsilon,
         "layernorm_epsilon": config.norm_epsilon,
-        "qk_layernorm": config.qk_layernorm,
         "add_bias_linear": not config.disable_bias_linear,
         "add_qkv_bias": config.qkv_bias,
         "position_embedding_type": {"learned": "learned_absolute"}.get(
@@ -183,9 +152,6 @@ def args_of(config: ResolvedModel) -> dict[str, Any]:
         "squared_relu": config.activation == "relu2",
         "openai_gelu": config.activation == "gelu" and config.disable_bias_linear,
         "bias_gelu_fusion": config.activation == "gelu",
-        "init_method_std": config.init_method_std,
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout,
         "apply_residual_connection_post_layernorm": False,
         "apply_layernorm_1p": config.layernorm_1p,
         "iteration": 0,
@@ -199,12 +165,12 @@ def args_of(config: ResolvedModel) -> dict[str, Any]:
 
 def _name(ours: str, norms: Norms) -> str:
     """Megatron core's name of a tensor, of a block without the number of the layer."""
+    return written_name(_in_block(ours), norms)
+
+
+def _in_block(ours: str) -> str:
     block = _BLOCK.fullmatch(ours)
-    if block is None:
-        return _NAMES[ours]
-    layer, _, kind = block[2].rpartition(".")
-    prefix = _NORMS[norms].get(layer)
-    return f"{_LAYERS[layer]}.{kind}" if prefix is None else f"{prefix}{kind}"
+    return ours if block is None else block[2]
 
 
 def _read(export: MegatronExport, name: str, rank: int) -> Tensor:
@@ -212,16 +178,13 @@ def _read(export: MegatronExport, name: str, rank: int) -> Tensor:
     if export.config.gated and ".mlp.up." in name:
         gate = name.replace(".mlp.up.", ".mlp.gate.")
         return torch.cat([_part(export, gate, "mlp.up.weight", rank), _part(export, name, "mlp.up.weight", rank)])
-    block = _BLOCK.fullmatch(name)
-    return _part(export, name, name if block is None else block[2], rank)
+    return _part(export, name, _in_block(name), rank)
 
 
 def _part(export: MegatronExport, name: str, kind: str, rank: int) -> Tensor:
-    value = export.read(name)
-    if kind in _COLUMNS:
-        value = value.chunk(export.tp, dim=1)[rank]
-    elif kind in _ROWS or kind in _VOCABULARY:
-        value = value.chunk(export.tp)[rank]
+    value, split = export.read(name), split_of(kind)
+    if split != "whole":
+        value = value.chunk(export.tp, dim=1 if split == "columns" else 0)[rank]
     return value.clone()  # torch.save writes all that a view is of
 
 

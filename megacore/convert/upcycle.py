@@ -14,10 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, verify
 from megacore.config import ExpertsConfig, ResolvedModel
-from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
+from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.hf_directory import carry
 from megacore.convert.plan import model_shapes, whole_config
 from megacore.errors import CheckpointError
@@ -69,15 +68,14 @@ def write_upcycled(tensors: CheckpointTensors, model: ResolvedModel, target: Pat
     shapes = model_shapes(model)
     types_of = {name: (tensors.dtype(_source(name)), shape) for name, shape in shapes.items()}
     made = _made(tensors, model, shapes)
-    where = write_shards(target, "model", types_of, made, most_bytes=most_bytes)
     kept = [name for name in tensors.manifest.files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
     for name in kept:
         verify(tensors.directory / name, tensors.manifest.files[name])
     if kept:
         carry([tensors.directory / name for name in kept], target / TOKENIZER_DIRECTORY)
     tokenizer = tensors.manifest.tokenizer if kept else None
-    manifest = weights_manifest(target, whole_config(model, None), types_of, where, kept, tokenizer=tokenizer)
-    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    config = whole_config(model, None)
+    write_weights(target, config, types_of, made, most_bytes=most_bytes, others=kept, tokenizer=tokenizer)
 
 
 def _source(name: str) -> str:

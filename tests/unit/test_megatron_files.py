@@ -30,10 +30,9 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.convert.check import _our_logits
-from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
+from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.dcp_files import open_dcp
 from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import buffer_shapes, model_shapes, whole_config
@@ -441,9 +440,7 @@ def checkpoint_of(config: ResolvedModel, path: Path, dtype: torch.dtype = torch.
     values = {name: value.to(dtype) for name, value in tensors_of(config).items()}
     types_of = {name: (dtype, tuple(value.shape)) for name, value in values.items()}
     path.mkdir()
-    where = write_shards(path, "model", types_of, iter(values.items()), most_bytes=1 << 20)
-    manifest = weights_manifest(path, whole_config(config, None), types_of, where, [])
-    (path / MANIFEST_NAME).write_text(manifest.to_json())
+    write_weights(path, whole_config(config, None), types_of, iter(values.items()), most_bytes=1 << 20)
     return values
 
 

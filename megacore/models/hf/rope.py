@@ -23,14 +23,19 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
-# Keys of numbers that yarn may have; transformers takes null, and 0 of most, as their absence.
-_OF_YARN = {
-    "rope_beta_fast": "beta_fast",
-    "rope_beta_slow": "beta_slow",
-    "rope_mscale": "mscale",
-    "rope_mscale_all_dim": "mscale_all_dim",
-    "rope_attention_factor": "attention_factor",
+# Further numbers that a kind may have; transformers takes null, and 0 of yarn's, as their absence.
+_OPTIONAL: Mapping[str, Mapping[str, str]] = {
+    "yarn": {
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_mscale": "mscale",
+        "rope_mscale_all_dim": "mscale_all_dim",
+        "rope_attention_factor": "attention_factor",
+    },
+    "longrope": {"rope_attention_factor": "attention_factor"},
 }
+# Keys that are no numbers, and one that transformers does not look at.
+_OTHERS = {"yarn": ("truncate",), "dynamic": ("original_max_position_embeddings",)}
 _OF_LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
 _DEFAULT_BASE = 10_000.0
 
@@ -73,13 +78,9 @@ def read_rope(
     if original is not None and kind == "longrope":
         table = {**table, "original_max_position_embeddings": original}
     fields: dict[str, Any] = {"position_embedding_type": "rope", "rope_scaling": "none" if kind == "default" else kind}
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
-    if kind == "dynamic":
-        known.add("original_max_position_embeddings")  # which transformers does not look at
-    if kind == "yarn":
-        known |= {*_OF_YARN.values(), "truncate"}
-    if kind == "longrope":
-        known.add("attention_factor")
+    optional = _OPTIONAL.get(kind, {})
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known |= {*_KEYS[kind], *optional.values(), *_OTHERS.get(kind, ())}
     for key in sorted(table.keys() - known):
         reader.problem(f"{name}.{key[:40]}", f"is a field that megacore does not know for the type {kind}")
     theta = table.get("rope_theta", reader.get(base, usual_base))
@@ -93,64 +94,37 @@ def read_rope(
     ):
         if key in _KEYS[kind]:
             numbers[ours] = (key, table.get(key))
+    numbers |= {
+        ours: (key, table[key])
+        for ours, key in optional.items()
+        if table.get(key) is not None and not (kind == "yarn" and table[key] == 0)
+    }
+    before = positions if kind == "dynamic" else table.get("original_max_position_embeddings", positions)
+    if kind in _OPTIONAL and table.get("factor") is None and type(before) is int and before > 0:
+        numbers["rope_scaling_factor"] = ("factor", positions / before)
     if kind == "yarn":
-        _read_yarn(reader, table, name, numbers, fields, positions)
-    if kind == "longrope":
-        _read_longrope(reader, table, name, numbers, fields, positions)
+        if table.get("attention_factor") == 0:
+            reader.problem(f"{name}.attention_factor", "is 0, which makes every rotated query and key 0")
+        fields["rope_truncate"] = truncate = table.get("truncate", True)
+        if type(truncate) is not bool:
+            reader.problem(f"{name}.truncate", f"is {str(truncate)[:40]!r}, not true or false")
+    for key, ours in _OF_LONGROPE.items() if kind == "longrope" else ():
+        factors = table.get(key)
+        if isinstance(factors, list) and factors and all(type(one) in (int, float) for one in factors):
+            fields[ours] = written_factors(factors)
+        else:
+            reader.problem(f"{name}.{key}", f"is {str(factors)[:40]!r}, not a list of numbers")
     for ours, (key, value) in numbers.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             reader.problem(f"{name}.{key}", f"is {str(value)[:40]!r}, not a number")
         else:
             fields[ours] = float(value)
     if kind in ("dynamic", "llama3", "yarn", "longrope"):
-        before = positions if kind == "dynamic" else table.get("original_max_position_embeddings", positions)
         if type(before) is not int:
             reader.problem(f"{name}.original_max_position_embeddings", f"is {str(before)[:40]!r}, not a whole number")
         else:
             fields["rope_original_max_positions"] = before
     return fields
-
-
-def _read_yarn(
-    reader: ConfigReader,
-    table: dict[str, Any],
-    name: str,
-    numbers: dict[str, tuple[str, Any]],
-    fields: dict[str, Any],
-    positions: int,
-) -> None:
-    """Add what yarn alone has to `numbers`, which are checked later, and to `fields`."""
-    numbers |= {ours: (key, table[key]) for ours, key in _OF_YARN.items() if table.get(key) not in (None, 0)}
-    if table.get("attention_factor") == 0:
-        reader.problem(f"{name}.attention_factor", "is 0, which makes every rotated query and key 0")
-    original = table.get("original_max_position_embeddings", positions)
-    if table.get("factor") is None and type(original) is int and original > 0:
-        numbers["rope_scaling_factor"] = ("factor", positions / original)
-    fields["rope_truncate"] = truncate = table.get("truncate", True)
-    if type(truncate) is not bool:
-        reader.problem(f"{name}.truncate", f"is {str(truncate)[:40]!r}, not true or false")
-
-
-def _read_longrope(
-    reader: ConfigReader,
-    table: dict[str, Any],
-    name: str,
-    numbers: dict[str, tuple[str, Any]],
-    fields: dict[str, Any],
-    positions: int,
-) -> None:
-    """As `_read_yarn` for longrope."""
-    original = table.get("original_max_position_embeddings", positions)
-    if table.get("factor") is None and type(original) is int and original > 0:
-        numbers["rope_scaling_factor"] = ("factor", positions / original)
-    if table.get("attention_factor") is not None:
-        numbers["rope_attention_factor"] = ("attention_factor", table["attention_factor"])
-    for key, ours in _OF_LONGROPE.items():
-        factors = table.get(key)
-        if isinstance(factors, list) and factors and all(type(one) in (int, float) for one in factors):
-            fields[ours] = written_factors(factors)
-        else:
-            reader.problem(f"{name}.{key}", f"is {str(factors)[:40]!r}, not a list of numbers")
 
 
 def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
@@ -173,11 +147,10 @@ def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
     factors = {key: getattr(config, ours) for key, ours in _OF_LONGROPE.items()}
     values |= {key: None if text is None else list(parse_factors(text)) for key, text in factors.items()}
     table |= {key: values[key] for key in _KEYS[kind]}
-    if kind == "longrope" and config.rope_attention_factor is not None:
-        table["attention_factor"] = config.rope_attention_factor
-    if kind == "yarn":
-        table |= {key: getattr(config, ours) for ours, key in _OF_YARN.items() if getattr(config, ours) is not None}
-        table |= {} if config.rope_truncate else {"truncate": False}
+    given = {key: getattr(config, ours) for ours, key in _OPTIONAL.get(kind, {}).items()}
+    table |= {key: value for key, value in given.items() if value is not None}
+    if kind == "yarn" and not config.rope_truncate:
+        table["truncate"] = False
     return {"rope_parameters": table}
 
 
