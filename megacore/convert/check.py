@@ -110,13 +110,13 @@ def compare(
         UserError: transformers is not installed.
     """
     theirs = _their_logits(open_model(hf, ignored), tokens)
-    ours = _our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded, layers)
+    ours = our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded, layers)
     return _agreement(theirs, ours, tokens)
 
 
 def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
     """The same of two checkpoints of megacore, of which the second is the new one."""
-    first, second = (_our_logits(CheckpointTensors(path), tokens, None) for path in (one, other))
+    first, second = (our_logits(CheckpointTensors(path), tokens, None) for path in (one, other))
     return _agreement(first, second, tokens)
 
 
@@ -204,9 +204,20 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _our_logits(
+def our_logits(
     tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None, layers: DescribesLayers = gpt_layers
 ) -> list[Tensor]:
+    """Those that the model of a checkpoint computes in fp32, and those of its sentence task where there is one.
+
+    Args:
+        tensors: of the checkpoint, read layer by layer.
+        tokens: [1, s].
+        rounded: the type that weights are rounded to before; None: as they are.
+        layers: describes the layers of the model.
+
+    Returns:
+        [s, vocabulary], and [classes] of a sentence task.
+    """
     config = tensors.config
     with _parameters_on_meta():
         stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert, layers=layers)).eval()

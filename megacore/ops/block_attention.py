@@ -184,8 +184,8 @@ def _rows(x: Tensor, key: Tensor) -> Tensor:
     return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
 
 
-def _blocks(of: range, size: int) -> Iterator[range]:
-    """Cut at multiples of `size`."""
+def blocks(of: range, size: int) -> Iterator[range]:
+    """Positions cut at multiples of `size`, as tiles are."""
     start = of.start
     while start < of.stop:
         stop = min(start - start % size + size, of.stop)
@@ -224,7 +224,7 @@ def _attend(
         return out if in_fp32 else out.to(query.dtype), logarithm
     out = like_projection(query, torch.float32 if in_fp32 else None)
     logarithm = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
+    for queries in blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
         block = _part(query, queries, offset)
         if not keys:
@@ -240,7 +240,7 @@ def _attend(
         else:
             tiles = (
                 attend_tile(block, _part(key, tile), _part(value, tile), queries, tile, scene)
-                for tile in _blocks(keys, scene.block)
+                for tile in blocks(keys, scene.block)
             )
             attended = functools.reduce(Partial.merged, tiles).finished()
         _part(out, queries, offset).copy_(attended[0])
@@ -259,7 +259,7 @@ def _attend_backward(
         return gradients if in_fp32 else _in_types(gradients, operands)
     d_query = like_projection(query, torch.float32 if in_fp32 else None)
     d_key, d_value = (like_projection(x, torch.float32).zero_() for x in (key, value))
-    for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
+    for queries in blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
         if not keys:
             _part(d_query, queries, offset).zero_()
@@ -276,7 +276,7 @@ def _attend_backward(
             continue
         delta = (d_block.float() * out.float()).sum(-1)
         summed = torch.zeros_like(block, dtype=torch.float32)
-        for tile in _blocks(keys, scene.block):
+        for tile in blocks(keys, scene.block):
             part = block, _part(key, tile), _part(value, tile)
             gradients = attend_tile_backward(d_block, delta, logarithm, part, queries, tile, scene)
             summed += gradients[0]

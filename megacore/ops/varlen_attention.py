@@ -28,10 +28,10 @@ def varlen_attn() -> Callable[..., Any] | None:
         kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch before 2.10
         return None
-    return _usable(kernel)
+    return usable(kernel)
 
 
-def _usable(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+def usable(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
     """The kernel for key heads that several query heads share; None where it has no windows."""
     options = inspect.signature(kernel).parameters
     if "window_size" not in options:

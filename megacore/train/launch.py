@@ -97,10 +97,10 @@ class Job:
         if world_size() > 1:
             announce_stage(f"joining {world_size()} ranks and comparing them")
         device, world = join_job(config.parallel)
-        config = _for_device(config, device)
+        config = for_device(config, device)
         refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
-        config = _with_pipeline(config, mesh)
+        config = with_pipeline(config, mesh)
         _choose_implementations(config.training, mesh.device)
         if mesh.device.type == "cpu":
             keep_what_is_freed()
@@ -154,7 +154,7 @@ def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
         return _end(f"{what}:\n{traceback.format_exc()}", EXIT_FAILED, job.watch)
 
 
-def _for_device(config: C, device: torch.device) -> C:
+def for_device(config: C, device: torch.device) -> C:
     """The configuration with the defaults of the device, which is known for certain only once torch has found it.
 
     Raises:
@@ -166,7 +166,7 @@ def _for_device(config: C, device: torch.device) -> C:
     return config
 
 
-def _with_pipeline(config: C, mesh: Mesh) -> C:
+def with_pipeline(config: C, mesh: Mesh) -> C:
     """The configuration with the schedule that --schedule auto is here, and with stages that fit: the first rank
     predicts, and all need room."""
     if config.parallel.pp == 1:

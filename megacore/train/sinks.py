@@ -70,7 +70,7 @@ class Report(Callback):
         if first_step == 0:
             set_aside(self._path)
         else:
-            _keep_until(self._path, first_step)
+            keep_until(self._path, first_step)
         self._file = self._open()
         if sys.stderr.isatty():
             self._bar = Progress("training", train_iters, unit="steps", done=first_step)
@@ -130,7 +130,7 @@ class Report(Callback):
         if self._file is not None:
             self._written(self._file.restore)
             self._file.close()
-            _keep_until(self._path, rollback.to_step)
+            keep_until(self._path, rollback.to_step)
             self._file = self._open()
         if self._bar is not None:
             self._bar.reach(rollback.to_step)
@@ -235,7 +235,7 @@ def say(text: str, *, may_fail: bool = False) -> None:
             raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
 
 
-def _keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: int) -> None:
     """Drop what an interrupted run reported after the step that this one resumes from: it will be reported again."""
     if not path.exists():
         return

@@ -32,7 +32,7 @@ from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, 
 from megacore.watch.processes import born
 from megacore.watch.report import deaths_in_words
 
-_LOCK = "watcher.lock"
+LOCK = "watcher.lock"
 _ATTEMPTS = 10
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -59,7 +59,7 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     identity = _identity(config, os.environ)
     directory = directory_of(os.environ, identity.node, identity.output_dir)
     try:
-        if not any(_begin_in(directory, identity) for _ in range(_ATTEMPTS)):
+        if not any(begin_in(directory, identity) for _ in range(_ATTEMPTS)):
             raise FileNotFoundError(f"{directory} is removed as often as it is made")
     except OSError as error:
         Current.heartbeat = None
@@ -68,7 +68,7 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
         threading.Thread(target=_leave_if_hung, name="hang-watch", daemon=True).start()
 
 
-def _begin_in(directory: Path, identity: Identity) -> bool:
+def begin_in(directory: Path, identity: Identity) -> bool:
     """Open this rank's ledger, and see to it that the node has a watcher that knows of it.
 
     The watcher of an earlier run announces that it leaves, and then looks for new ledgers a last time. A rank writes
@@ -172,7 +172,7 @@ def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identit
 
 def _start_watcher(directory: Path) -> bool:
     """Start the node's watcher, unless there is one: it inherits a lock. Returns whether it has been started."""
-    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     messages = os.dup(2)
     try:
         with contextlib.suppress(BlockingIOError):

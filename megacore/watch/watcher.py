@@ -59,7 +59,7 @@ class Watcher:
         while True:
             seen = self.node.look()
             if self._is_over(seen):
-                if self._leaves():
+                if self.leaves():
                     return
                 continue
             if seen:
@@ -74,7 +74,7 @@ class Watcher:
         # A rank has a ledger before it starts this process: without any that can be seen, it has died already.
         return all(one.state == "gone" or one.is_done for one in seen)
 
-    def _leaves(self) -> bool:
+    def leaves(self) -> bool:
         """Whether there is nothing more to watch: no next run has been started in the same way at once."""
         leaving, again = leaving_file(self.node.directory), Node(self.node.directory)
         with contextlib.suppress(OSError):

@@ -60,8 +60,8 @@ def test_dropout_is_the_masks_of_the_tiles(groups: int, case: str) -> None:
     torch.manual_seed(7)
     scene = Scene(view=view, dropout=p, seeds=torch.randint(2**63 - 1, (3, 3)), block=block)
     left = torch.zeros(B, 4, S, S)
-    for queries in block_attention._blocks(range(S), block):
-        for keys in block_attention._blocks(view.keys(queries, S), block):
+    for queries in block_attention.blocks(range(S), block):
+        for keys in block_attention.blocks(view.keys(queries, S), block):
             part = left[:, :, queries.start : queries.stop, keys.start : keys.stop]
             kept = scene.kept(queries, keys, part)
             assert kept is not None

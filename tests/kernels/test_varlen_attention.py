@@ -51,7 +51,7 @@ def stand_in_of_2_11(
 @pytest.fixture(params=[stand_in, stand_in_of_2_11], ids=lambda kernel: kernel.__name__)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The stand-in, for every device and dtype; what it was called with."""
-    monkeypatch.setattr(varlen_attention, "varlen_attn", lambda: varlen_attention._usable(request.param))
+    monkeypatch.setattr(varlen_attention, "varlen_attn", lambda: varlen_attention.usable(request.param))
     monkeypatch.setattr(varlen_attention, "_runs_here", lambda query: True)
     monkeypatch.setattr(varlen_attention, "fits", lambda dtype, head_size: True)
     monkeypatch.setattr(attention, "WHOLE", 4)
@@ -119,12 +119,12 @@ def test_an_older_torch_without_windows_is_told(monkeypatch: pytest.MonkeyPatch)
 
     class OnCuda:
         is_cuda = True
-        device = torch.device("cuda")
+        device, dtype, shape = torch.device("cuda"), torch.bfloat16, (1, 1, 4, 64)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kernel, runs in ((stand_in, True), (stand_in_of_2_11, True), (older, False)):
-        monkeypatch.setattr(varlen_attention, "varlen_attn", partial(varlen_attention._usable, kernel))
-        assert varlen_attention._runs_here(OnCuda()) == runs  # type: ignore[arg-type]
+        monkeypatch.setattr(varlen_attention, "varlen_attn", partial(varlen_attention.usable, kernel))
+        assert varlen_attention.can_attend(OnCuda(), alibi=False, dropout=0.0) == runs  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -421,7 +421,7 @@ def test_a_tracker_that_fails_is_reported_once_and_training_is_the_same(tmp_path
 
 @pytest.mark.parametrize("where", ["write", "close"])
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.train.trackers.callback._END_SECONDS", 0.2)
+    monkeypatch.setattr("megacore.train.trackers.callback.END_SECONDS", 0.2)
     said: list[str] = []
     hangs = Broken(where, hangs=True)
     trackers = Trackers(iter([hangs]), info(tmp_path), say=said.append)

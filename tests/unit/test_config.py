@@ -21,7 +21,7 @@ from megacore.config.missing_files import missing_files
 from megacore.config.presets import GPT_PRESETS
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
-from megacore.train.launch import _for_device
+from megacore.train.launch import for_device
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
 
@@ -264,4 +264,4 @@ def test_whole_experts_per_rank_go_with_the_default_of_the_device(refuse: Refuse
 def test_a_run_whose_device_has_another_default_is_refused() -> None:
     config = parse(*EXPERTS, "--tp", "2", "--etp", "1", computes_on_cpu=lambda _: False)
     with pytest.raises(ConfigError, match=r"--etp 1 with --tp 2 needs --sequence-parallel.*: add it, or use --etp 2"):
-        _for_device(config, torch.device("cpu"))
+        for_device(config, torch.device("cpu"))

@@ -148,7 +148,7 @@ def test_a_launch_takes_the_stages_that_fit(schedule: str, balance: str, monkeyp
 
     monkeypatch.setattr(launch, "fits_everywhere", fits)
     config = planned(f"--preset gpt2-small --pp 4 --micro-batch-size 1 {schedule}")
-    parallel = launch._with_pipeline(config, Mesh(device=torch.device("cpu"))).parallel
+    parallel = launch.with_pipeline(config, Mesh(device=torch.device("cpu"))).parallel
     assert parallel.pipeline_balance == balance
     assert isinstance(parallel, StagesThatFit) == (balance == "parameters")
     assert isinstance(parallel, ChosenSchedule) == (not schedule)

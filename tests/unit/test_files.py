@@ -26,7 +26,7 @@ from megacore.files import (
     take_lock,
 )
 from megacore.safe_json import read_object
-from megacore.train.sinks import _keep_until as keep_until
+from megacore.train.sinks import keep_until
 from tests.patience import patience
 
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
-from megacore.convert.check import _our_logits
+from megacore.convert.check import our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.dcp_files import open_dcp
 from megacore.convert.megatron_config import model_of
@@ -915,11 +915,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from benchmarks.comparison.sides.megatron_core import _OnCPU, _without_cuda
+from benchmarks.comparison.sides.megatron_core import OnCPU, without_cuda
 
 source, kind, tokens, target = sys.argv[1:]
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-_without_cuda()
+without_cuda()
 parallel_state.initialize_model_parallel(1, 1)
 torch.serialization.add_safe_globals([argparse.Namespace])
 file = "mp_rank_00/model_optim_rng.pt" if kind == "megatron" else "common.pt"
@@ -954,7 +954,7 @@ else:
     assert not unexpected and all(name.endswith("_extra_state") for name in missing), (missing, unexpected)
 ids = torch.load(tokens)
 mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
-with torch.no_grad(), _OnCPU():
+with torch.no_grad(), OnCPU():
     logits = model.eval()(ids, torch.arange(ids.shape[1]).expand_as(ids), mask)
 torch.save(logits, target)
 """
@@ -976,6 +976,6 @@ def test_megatron_core_computes_the_same(config: object, kind: str, tmp_path: Pa
         [sys.executable, "-c", CORE, *words], env=environment, capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (ours,) = _our_logits(CheckpointTensors(tmp_path / "ours"), tokens, None)
+    (ours,) = our_logits(CheckpointTensors(tmp_path / "ours"), tokens, None)
     theirs = torch.load(tmp_path / "logits.pt")[..., :VOCAB]
     torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=1e-4, atol=1e-4)

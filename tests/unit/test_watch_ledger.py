@@ -19,7 +19,7 @@ import pytest
 
 from megacore.files import take_lock
 from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
-from megacore.train.trackers.callback import _END_SECONDS
+from megacore.train.trackers.callback import END_SECONDS
 from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
@@ -238,7 +238,7 @@ LIMITS: list[tuple[list[Seen], Verdict, float]] = [
     *(([ending(where)], holder(), GRACE_SECONDS) for where in SHORTENED),
     *(([ending(where)], holder(), TIMES[where] * 300.0) for where in (Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP)),
     ([ending(Phase.STEP, median_step=20.0)], holder(), 40.0),
-    ([ending(Phase.EXIT)], holder(), _END_SECONDS + 15.0),
+    ([ending(Phase.EXIT)], holder(), END_SECONDS + 15.0),
     (SINK_BESIDE_SAVE, CIRCLE, 1800.0),
     (SINK_BESIDE_SAVE, holder(0), GRACE_SECONDS),
 ]
@@ -294,7 +294,7 @@ def test_a_watcher_leaves_unless_a_rank_of_a_new_run_is_there(tmp_path: Path) ->
     watcher.run()  # returns at once: whoever has started it is gone
     assert leaving_file(tmp_path).exists()  # a rank that comes now waits until the directory is gone
     Ledger(tmp_path, identity(0, 2, **ME))
-    assert not watcher._leaves()
+    assert not watcher.leaves()
     assert not leaving_file(tmp_path).exists()
     assert [one.rank for one in watcher.node.look()] == [0]
 
@@ -309,7 +309,7 @@ def test_a_rank_that_comes_while_a_watcher_leaves_has_a_ledger_and_a_watcher(
     monkeypatch.setattr(Current, "heartbeat", None)
     directory = tmp_path / "ledgers"
     make(directory)
-    lock = os.open(directory / start._LOCK, os.O_RDWR | os.O_CREAT)
+    lock = os.open(directory / start.LOCK, os.O_RDWR | os.O_CREAT)
     take_lock(lock)  # as the watcher of the run before
     leaving_file(directory).touch()
 
@@ -323,10 +323,10 @@ def test_a_rank_that_comes_while_a_watcher_leaves_has_a_ledger_and_a_watcher(
 
     watcher = threading.Thread(target=decide)
     watcher.start()
-    begun = [start._begin_in(directory, identity(0, 2, **ME))]
+    begun = [start.begin_in(directory, identity(0, 2, **ME))]
     watcher.join()
     if leaves:
-        begun.append(start._begin_in(directory, identity(0, 2, **ME)))
+        begun.append(start.begin_in(directory, identity(0, 2, **ME)))
     assert begun == ([False, True] if leaves else [True])
     assert [one.rank for one in Node(directory).look()] == [0]
     assert len(started) == leaves

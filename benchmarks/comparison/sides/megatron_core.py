@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU, for which it is not made: where it asks for CUDA by name, it gets the CPU (`_without_cuda`).
+"""Megatron-Core on a CPU, for which it is not made: where it asks for CUDA by name, it gets the CPU (`without_cuda`).
 
 GPTModel with the layers of Megatron-Core itself (no Transformer Engine), its DistributedDataParallel, its pipelines and
 its optimizers.
@@ -48,7 +48,7 @@ def name(layout: Layout) -> str:
     return "Megatron-Core" + (": distributed optimizer" if layout.zero else "")
 
 
-class _OnCPU(TorchFunctionMode):
+class OnCPU(TorchFunctionMode):
     """Makes tensors on the CPU that are asked for on CUDA, and calls CPU tensors those of CUDA."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ def _on_cpu(function: Any) -> Any:
     return make
 
 
-def _without_cuda() -> None:
+def without_cuda() -> None:
     """For the rest of the process; in a step it costs nothing that can be measured."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
@@ -88,11 +88,11 @@ def build(job: Job) -> Step:
         raise Unsupported("Megatron-Core has ZeRO 1, 1F1B and interleaved schedules here")
     if layout.sequence_parallel:
         raise Unsupported("its sequence parallelism wants the norms of Apex or Transformer Engine, which need CUDA")
-    _without_cuda()
+    without_cuda()
     dist.init_process_group("gloo")
     virtual = layout.virtual_stages if layout.virtual_stages > 1 else None
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, virtual)
-    with _OnCPU():
+    with OnCPU():
         config = _config(job)
         models = [_model(job, config, chunk) for chunk in range(layout.virtual_stages)]
         optimizer = get_megatron_optimizer(_optimizer_config(job), models)

@@ -17,7 +17,7 @@ from megacore.train.trackers.tensorboard import TensorBoard
 from megacore.train.trackers.tracker import RunInfo, Tracker
 from megacore.train.trackers.wandb_run import WandbRun
 
-_END_SECONDS, _END_SECONDS_AFTER_ERROR = 60.0, 5.0
+END_SECONDS, _END_SECONDS_AFTER_ERROR = 60.0, 5.0
 
 
 def chosen_trackers(logging: LoggingConfig) -> Iterator[Tracker]:
@@ -80,6 +80,6 @@ class Trackers(Callback):
 
     def finish(self, *, failed: bool = False) -> None:
         """Close the trackers; all together get a minute, or seconds after an error."""
-        until = time.monotonic() + (_END_SECONDS_AFTER_ERROR if failed else _END_SECONDS)
+        until = time.monotonic() + (_END_SECONDS_AFTER_ERROR if failed else END_SECONDS)
         for member in self._members:
             member.finish(failed=failed, until=until)
