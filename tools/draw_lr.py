@@ -25,7 +25,7 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 
 from megacore.commands.tool import ToolParser, run_tool, with_config
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
-from megacore.config.duration_rules import schedule_problems
+from megacore.config.constraints import schedule_problems
 from megacore.config.fields import Section, field_infos
 from megacore.config.flags import read_flags
 from megacore.config.given import Given

@@ -80,7 +80,8 @@ def _rope_type(value: Value) -> Translation:
     is_yarn = value.run.settings.get("rope_scaling") == "yarn"
     if value.value == "yarn" and not is_yarn:
         raise ValueError(
-            f"{value} needs its factor: use --rotary-scaling-factor, or --rope-scaling yarn with --rope-scaling factor"
+            f"{value} needs its factor: use --rotary-scaling-factor, or for example "
+            "--rope-scaling yarn factor=8 original-max-positions=4096"
         )
     if value.value == "rope" and is_yarn:
         raise ValueError(f"{value} has no scaling, and yarn is given as well: keep one of them")

@@ -17,7 +17,7 @@ from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors
 from megacore.config.parallel import AUTO_SCHEDULE
-from megacore.config.search_start import Searched
+from megacore.config.solve import Searched
 from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.plan.cluster import Cluster

@@ -1,8 +1,8 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
 schema.py holds the whole (`Config`, `ResolvedConfig`), and the modules that it imports hold its sections: model.py the
-section of the model, parallel.py that of parallelism. validation.py checks what must hold between them. cli.py turns a
-command line into a configuration.
+section of the model, parallel.py that of parallelism. constraints.py says what must hold between them, validation.py
+checks it, and cli.py turns a command line into a configuration.
 """
 
 from megacore.config.average import AverageConfig

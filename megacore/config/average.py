@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from megacore.config.fields import Range, Section
+from megacore.config.fields import Flag, Range, Section
 from megacore.config.optimizers import StateKind
 
 EMA = StateKind(name="ema", first="weights")
@@ -17,7 +16,7 @@ EMA = StateKind(name="ema", first="weights")
 class AverageConfig(Section):
     """An exponential moving average of the weights."""
 
-    ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
+    ema_decay: Annotated[float | None, Range(above=0, below=1), Flag(example=0.999)] = None
     """Keeps an exponential moving average of the weights, which each update changes to D x average + (1 - D) x weights
     (docs/reference/optimizers.md). Default: none."""
     eval_ema: bool = False
@@ -32,7 +31,3 @@ class AverageConfig(Section):
     def bytes_per_parameter(self) -> float:
         """Bytes of `state` per parameter."""
         return sum(kind.bytes_per_element for kind in self.state)
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.eval_ema and self.ema_decay is None and not wrong & {"eval_ema", "ema_decay"}:
-            yield "--ema-decay eval evaluates an average that is not kept: add its decay, for example --ema-decay 0.999"

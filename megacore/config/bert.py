@@ -6,7 +6,7 @@ The classic style is BERT (Devlin et al., arXiv 1810.04805), the modern one Mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ from megacore.config.data import FILL_IN_FIELDS
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
+from megacore.config.rules import OUT, Excludes, Needs, Rule, Settings
 from megacore.config.schema import Config, ResolvedConfig, with_registered
 
 _WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
@@ -41,9 +42,29 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Several values are not tried: another style has other defaults.
+_CLASSIC, _MODERN = Needs(bert_style=("classic",)), Needs(bert_style=("modern",))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BertSection(Section):
     """BERT's style, its prediction tasks and its masking."""
+
+    rules: ClassVar[Sequence[Rule]] = (
+        Excludes(
+            "bert_style=classic num_token_types=1 sentence_task!=none",
+            "{1} does not tell the segments of {2} apart",
+            "use --num-token-types 2, or --sentence-task none",
+        ),
+        *(
+            Excludes(
+                f"sentence_task={task} bert_style=modern",
+                "{0} needs pairs of segments, which {1} does not have",
+                "leave it out, or use --bert-style classic",
+            )
+            for task in ("nsp", "sop")
+        ),
+    )
 
     bert_style: Literal["classic", "modern"] = "classic"
     """Architecture. classic: the original BERT, with sentence pairs. modern: ModernBERT, with rotary positions, GeGLU,
@@ -51,23 +72,23 @@ class BertSection(Section):
     sentence_task: Literal["auto", "nsp", "sop", "none"] = "auto"
     """Task on a pair of segments. nsp: does the second follow the first? sop: are the two in order? none: no pairs.
     auto: nsp with --bert-style classic, none with modern."""
-    num_token_types: Annotated[int, Range(1, 2)] = 2
+    num_token_types: Annotated[int, Range(1, 2), _CLASSIC] = 2
     """Token types of --bert-style classic. 2: one per segment. 1: one for all tokens, as in RoBERTa; needs
     --sentence-task none."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the tokens to predict: 80% of them are masked, 10% replaced by a random token, 10% kept. Default: 0.15
     with --bert-style classic, 0.3 with modern."""
-    short_seq_prob: Annotated[float, Range(0, 1), Flag()] = 0.1
+    short_seq_prob: Annotated[float, Range(0, 1), Flag(), _CLASSIC] = 0.1
     """Share of the samples that are cut to a random length. Packed samples are not cut."""
     whole_word_masking: bool = False
     """Masks all tokens of a word or none."""
     max_ngram: Annotated[int, Range(1, 64)] = 1
     """Largest number of consecutive tokens (words with --whole-word-masking) to mask together; n of them have weight
     1/n."""
-    global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",))] = 3
+    global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",)), _MODERN] = 3
     """Every Nth block, from the first, attends to the whole document, with --bert-style modern. Others attend within
     half of --window-size."""
-    local_rotary_base: Annotated[float, Range(above=1)] = 10_000.0
+    local_rotary_base: Annotated[float, Range(above=1), _MODERN] = 10_000.0
     """Rotary base of the blocks with local attention."""
 
     def resolve(self) -> ResolvedBert:
@@ -88,26 +109,6 @@ class BertSection(Section):
         """Whether the model has a pooler and a sentence head; the task of a resolved configuration decides."""
         return self.sentence_task != "none"
 
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "bert_style" in wrong:
-            return
-        if not self.packed:
-            names = ("global_attention_interval", "local_rotary_base")
-            yield from self.without_effect(names, wrong, "--bert-style classic", "--bert-style modern")
-            if self.num_token_types == 1 and self.sentence_task != "none" and "sentence_task" not in wrong:
-                yield (
-                    f"--num-token-types 1 does not tell the segments of --sentence-task {self.sentence_task} apart: "
-                    "use --num-token-types 2, or --sentence-task none"
-                )
-            return
-        if "sentence_task" not in wrong and self.sentence_task in ("nsp", "sop"):
-            yield (
-                f"--sentence-task {self.sentence_task} needs pairs of segments, which --bert-style modern does not "
-                "have: leave it out, or use --bert-style classic"
-            )
-        names = ("short_seq_prob", "num_token_types")
-        yield from self.without_effect(names, wrong, "--bert-style modern", "--bert-style classic")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedBert(BertSection):
@@ -117,11 +118,42 @@ class ResolvedBert(BertSection):
     mask_prob: float = field()
 
 
+def _shortest_sample(c: Settings) -> Iterator[str]:
+    """That a sample has room for text between its special tokens."""
+    task = _SENTENCE_TASK[c.bert_style] if c.sentence_task == "auto" else c.sentence_task
+    smallest, layout = (3, "[CLS] A [SEP]") if task == "none" else (5, "[CLS] A [SEP] B [SEP]")
+    if c.seq_length < smallest:
+        yield (
+            f"--seq-length {c.seq_length} leaves no room for text in {layout} (--sentence-task {task}): "
+            f"use {smallest} or more"
+        )
+
+
+def _positions(c: Settings) -> Iterator[str]:
+    """That positions are those of the style."""
+    positions = "rope" if c.bert_style == "modern" else "learned"
+    if c.position_embedding_type != positions:
+        given = f"{c.given('position_embedding_type')} is not available with {c.given('bert_style')}"
+        yield f"{given}: use {positions}, or leave it out"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(Config):
     """Everything that defines a run of pretrain_bert.py."""
 
     bert: BertSection = field(default_factory=BertSection)
+    rules: ClassVar[Sequence[Rule]] = (
+        Excludes("whole_word_masking mock_data", "{0} has no effect with {1}, which has no words", OUT),
+        _shortest_sample,
+        Excludes(
+            "cp_comm=ring cp",
+            "{0} is not possible with pretrain_bert.py, because a ring computes causal attention only",
+            "use --cp-comm allgather or ulysses",
+            "leave it out",
+        ),
+        _positions,
+        Excludes("window_size bert_style=classic", "{0} has no effect with {1}", OUT, "use --bert-style modern"),
+    )
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
@@ -220,41 +252,6 @@ class BertConfig(Config):
                 "special tokens: use --tokenizer PATH"
             )
         return messages
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
-            yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
-        if not wrong & {"seq_length", "sentence_task", "bert_style"}:
-            yield from self._shortest_sample()
-        if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
-            yield (
-                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only: "
-                "use --cp-comm allgather or ulysses, or leave it out"
-            )
-        if "bert_style" not in wrong:
-            yield from self._layers(wrong)
-
-    def _layers(self, wrong: frozenset[str]) -> Iterator[str]:
-        """Settings of layers that the style does not have."""
-        model, style = self.model, f"--bert-style {self.bert.bert_style}"
-        positions = "rope" if self.bert.packed else "learned"
-        if model.position_embedding_type != positions and "position_embedding_type" not in wrong:
-            yield (
-                f"--position-embedding-type {model.position_embedding_type} is not available with {style}: "
-                f"use {positions}, or leave it out"
-            )
-        if not self.bert.packed:
-            yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
-
-    def _shortest_sample(self) -> Iterator[str]:
-        task, length = self.bert.resolve().sentence_task, self.data.seq_length
-        smallest = 3 if task == "none" else 5
-        if length < smallest:
-            layout = "[CLS] A [SEP]" if task == "none" else "[CLS] A [SEP] B [SEP]"
-            yield (
-                f"--seq-length {length} leaves no room for text in {layout} (--sentence-task {task}): "
-                f"use {smallest} or more"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section
+from megacore.config.rules import Needs
 
 AUTO = "auto"
 """The value of `--load` that selects the newest checkpoint of the output directory, or a fresh start without one."""
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory, whose config.json sets the model's shape. A
     flag that contradicts it is refused. Default: weights drawn from --seed."""
-    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
+    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]"), Needs("init_from_hf")] = None
     """Fields of that config.json to leave out, because they do not change what the model computes. Default: none."""
     same_schedule: bool = False
     """Refuses to continue with another learning-rate schedule than the checkpoint's. Without it the flags decide, and
@@ -49,12 +49,3 @@ class CheckpointConfig(Section):
     exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None
     """Saves and ends the run after the first step that finishes this many minutes after its start. Default: no
     limit."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.init_from_hf is None:
-            yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
-        if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
-            yield (
-                f"--keep-last every={self.keep_every} has no effect without --keep-last, because every checkpoint is "
-                "kept: leave it out, or use --keep-last"
-            )

@@ -42,7 +42,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
-from megacore.config.search_start import Searched
+from megacore.config.solve import Searched
 from megacore.config.spelling import fields_in
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import Validation, degrees_product

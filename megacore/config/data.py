@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from megacore.config.fields import Flag, Range, Section, field_infos
-from megacore.config.messages import number
 from megacore.config.numbers import parse_float
+from megacore.config.rules import OUT, Excludes, Needs, Rule, Settings
 from megacore.config.valid_sets import parse_valid_sets, valid_set_problems
 
 FILL_IN_FIELDS = (
@@ -28,9 +28,73 @@ class SplitShares(NamedTuple):
     test: float
 
 
+def _notations(c: Settings) -> Iterator[str]:
+    """What cannot be read of the blend and of the split."""
+    for parse in (c.prefixes, c.split_shares):
+        try:
+            parse()
+        except ValueError as error:
+            yield str(error)
+
+
+def _sets(c: Settings) -> Iterator[str]:
+    yield from valid_set_problems(c.valid_sets)
+
+
+def _separate_data(c: Settings) -> Iterator[str]:
+    """That --train-data-path is all the training data."""
+    if c.train_data_path and (c.data_path or c.mock_data):
+        other = "--data-path" if c.data_path else "--mock-data"
+        yield f"--train-data-path and {other} exclude each other: leave one of them out"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
+
+    rules: ClassVar[Sequence[Rule]] = (
+        _notations,
+        _separate_data,
+        Excludes(
+            "valid_data_path train_data_path=()",
+            "--valid-data-path needs --train-data-path",
+            "use both, or --data-path with --split",
+        ),
+        _sets,
+        Excludes("valid_sets mock_data", "{0} has no effect with {1}"),
+        Excludes("mock_data data_path"),
+        Excludes(
+            "data_path=() train_data_path=() mock_data=False",
+            "--data-path is missing",
+            "use the PREFIX that tools/preprocess_data.py wrote, or --mock-data",
+        ),
+        Excludes("packing=none mock_data", "{0} has no effect with {1}, which has no padding", OUT),
+        Excludes(
+            "eod_mask_loss tokenizer=None",
+            "{0} needs the end-of-document token",
+            "use --tokenizer PATH",
+            "leave {0} out",
+        ),
+        Excludes("fim_rate mock_data", "{0} has no effect with {1}, whose tokens are no text"),
+        Excludes(
+            "fim_rate tokenizer=None mock_data=False",
+            "{0} needs the tokens that mark the parts",
+            "use --tokenizer PATH",
+            "leave --fim-rate out",
+        ),
+        Excludes(
+            "fim_rate packing=best-fit",
+            "{0} lengthens documents, and {1} fills samples exactly",
+            "use --packing concat or none",
+            "leave --fim-rate out",
+        ),
+        Excludes(
+            "merge_file tokenizer=None",
+            "--merge-file has no effect without the vocab.json that it belongs to",
+            "use --tokenizer vocab.json",
+        ),
+        Excludes("sample_order=megatron packing!=concat", "{0} is that of --packing concat, not of {1}"),
+    )
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """Prefix of the preprocessed dataset (PREFIX.bin, PREFIX.idx). Several are blended by their numbers of tokens, or
@@ -67,14 +131,14 @@ class DataConfig(Section):
     packing: Literal["none", "concat", "best-fit"] = "concat"
     """How documents become samples. concat: one stream is cut into samples. none: one document each, padded or cut.
     best-fit: whole documents with little padding; one longer than --seq-length is split."""
-    reset_position_ids: bool | None = None
+    reset_position_ids: Annotated[bool | None, Needs(packing=("concat", "best-fit"))] = None
     """Restarts positions at each document of a sample. Default: on with --packing best-fit, off with concat."""
-    reset_attention_mask: bool | None = None
+    reset_attention_mask: Annotated[bool | None, Needs(packing=("concat", "best-fit"))] = None
     """Restricts attention to the document of each token. Default: on with --packing best-fit, off with concat."""
     eod_mask_loss: bool = False
     """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
     --tokenizer."""
-    fim_rate: Annotated[float, Range(0, 1)] = 0.0
+    fim_rate: Annotated[float, Range(0, 1), Flag(example=0.5)] = 0.0
     """Fill-in-the-middle: share of the training documents that are cut into prefix, middle and suffix, with the middle
     at the end. Needs a --tokenizer with three tokens that mark the parts."""
     fim_spm_rate: Annotated[float, Range(0, 1)] = 0.5
@@ -179,66 +243,6 @@ class DataConfig(Section):
                 "949,50,1"
             )
         return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        paths = {"data_path", "train_data_path", "valid_data_path"}
-        for names, parse in ((paths, self.prefixes), ({"split"}, self.split_shares)):
-            try:
-                if not names & wrong:
-                    parse()
-            except ValueError as error:
-                yield str(error)
-        if not wrong & paths:
-            yield from self._paths()
-        if "valid_sets" not in wrong:
-            yield from valid_set_problems(self.valid_sets)
-            if self.mock_data and self.valid_sets:
-                yield f"--valid-sets {' '.join(self.valid_sets)} has no effect with --mock-data: leave one of them out"
-        if self.mock_data and self.data_path:
-            yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
-        has_data = self.mock_data or self.data_path or self.train_data_path
-        if not has_data and not wrong & {"data_path", "train_data_path", "mock_data"}:
-            yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
-        if self.packing == "none" and "packing" not in wrong:
-            resets = ("reset_position_ids", "reset_attention_mask")
-            yield from self.without_effect(resets, wrong, "--packing none, whose samples are one document", "another")
-            if self.mock_data and "mock_data" not in wrong:
-                yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
-        if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
-            yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
-        if not wrong & {"fim_rate", "tokenizer", "packing", "mock_data"}:
-            yield from self._fill_in(wrong)
-        if self.merge_file is not None and self.tokenizer is None and not wrong & {"merge_file", "tokenizer"}:
-            yield "--merge-file has no effect without the vocab.json that it belongs to: use --tokenizer vocab.json"
-        if self.sample_order == "megatron" and self.packing != "concat" and not wrong & {"sample_order", "packing"}:
-            yield (
-                f"--sample-order megatron is that of --packing concat, not of --packing {self.packing}: leave one of "
-                "them out"
-            )
-
-    def _fill_in(self, wrong: frozenset[str]) -> Iterator[str]:
-        """What is wrong with fill-in-the-middle."""
-        if not self.fim_rate:
-            yield from self.without_effect(FILL_IN_FIELDS[1:], wrong, "--fim-rate 0", "--fim-rate 0.5")
-            return
-        rate = f"--fim-rate {number(self.fim_rate)}"
-        if self.mock_data:
-            yield f"{rate} has no effect with --mock-data, whose tokens are no text: leave one of them out"
-        elif self.tokenizer is None:
-            yield f"{rate} needs the tokens that mark the parts: use --tokenizer PATH, or leave --fim-rate out"
-        if self.packing == "best-fit":
-            yield (
-                f"{rate} lengthens documents, and --packing best-fit fills samples exactly: use --packing concat or "
-                "none, or leave --fim-rate out"
-            )
-
-    def _paths(self) -> Iterator[str]:
-        """What is wrong with separate training and validation data."""
-        if self.train_data_path and (self.data_path or self.mock_data):
-            other = "--data-path" if self.data_path else "--mock-data"
-            yield f"--train-data-path and {other} exclude each other: leave one of them out"
-        if self.valid_data_path and not self.train_data_path:
-            yield "--valid-data-path needs --train-data-path: use both, or --data-path with --split"
 
 
 def _as_number(text: str) -> float | None:

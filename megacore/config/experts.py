@@ -2,30 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos
-from megacore.config.problem import Change, Problem, divisors_of, up_to
-from megacore.config.spelling import flag
+from megacore.config.problem import Change, Problem, divisors_of
+from megacore.config.rules import AtMost, Divides, Excludes, Needs, Rule, Settings
+
+_EXPERTS = Needs("num_experts")
+
+
+def _groups(c: Settings) -> Iterator[str]:
+    """How many groups of experts a token chooses, and how many experts these have."""
+    experts, groups, chosen = c.num_experts, c.moe_router_num_groups, c.moe_router_group_topk
+    if experts is None or groups is None:
+        return
+    if chosen is None:
+        yield f"--moe-router-num-groups {groups} needs --moe-router-num-groups topk: use 1 to {groups}"
+    elif chosen > groups:
+        return  # another rule says it
+    elif c.moe_router_group_best is None and c.moe_router_topk % chosen:
+        yield Problem(
+            f"--moe-router-num-groups topk={chosen} must divide --moe-router-topk {c.moe_router_topk}",
+            divisors_of("moe_router_group_topk", chosen, c.moe_router_topk, bare=True),
+            Change("--moe-router-num-groups best"),
+        )
+    elif c.moe_router_group_best is not None and c.moe_router_group_best > experts // groups:
+        yield (
+            f"--moe-router-num-groups best={c.moe_router_group_best} is more than the {experts // groups} "
+            f"experts of a group: use {experts // groups} or less"
+        )
+    elif c.moe_router_topk > experts // groups * chosen:
+        yield (
+            f"--moe-router-topk {c.moe_router_topk} is more than the {experts // groups * chosen} experts of "
+            f"{chosen} of {groups} groups: use a larger --moe-router-num-groups topk, or fewer groups"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(Section):
     """Mixture of experts: its layers, its router and its losses (docs/guides/moe.md)."""
 
+    rules: ClassVar[Sequence[Rule]] = (
+        AtMost("moe_router_topk", "num_experts"),
+        Excludes(
+            # Megatron-LM's sinkhorn, which is refused, weights one expert otherwise.
+            "num_experts moe_router_topk=1 moe_router_pre_softmax=False moe_router_score_function=softmax "
+            "moe_router_load_balancing_type!=sinkhorn",
+            "{1} gives every expert the weight 1, so that the router learns nothing",
+            "use --moe-router-pre-softmax, or --moe-router-topk 2 or more",
+        ),
+        Divides("moe_router_num_groups", "num_experts", multiple=False),
+        AtMost("moe_router_group_topk", "moe_router_num_groups"),
+        _groups,
+    )
+
     num_experts: Annotated[int | None, Range(2, 100_000)] = None
     """Replaces the feed-forward layer by this many experts. A multiple of --ep. Default: no experts."""
-    moe_router_topk: Annotated[int, Range(1, 100_000)] = 2
+    moe_router_topk: Annotated[int, Range(1, 100_000), _EXPERTS] = 2
     """Experts that each token uses. At most --num-experts."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Annotated[Literal["softmax", "sigmoid"], _EXPERTS] = "softmax"
     """How logits become scores. softmax: over all experts, as in Mixtral. sigmoid: each expert by itself, as in
     DeepSeek-V3."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: Annotated[bool, Needs("num_experts", moe_router_score_function="softmax")] = False
     """Weighs the chosen experts by their softmax over all experts, as in OLMoE (norm_topk_prob false in transformers).
     Off: these weights are divided by their sum."""
-    moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
+    moe_router_num_groups: Annotated[int | None, Range(2, 100_000), _EXPERTS] = None
     """Groups of experts, as in DeepSeek-V3: a token uses at most topk of them. Divides --num-experts.
     Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
@@ -34,35 +77,37 @@ class ExpertsConfig(Section):
     moe_router_group_best: Annotated[int | None, Range(1, 100_000)] = None
     """Best scores of a group that are summed for the choice of groups: 1 in DeepSeek-V2, 2 in V3. Default:
     --moe-router-topk / topk."""
-    moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
+    moe_router_topk_scaling_factor: Annotated[float, Range(above=0), _EXPERTS] = 1.0
     """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: Annotated[bool, _EXPERTS] = False
     """Balances experts without a loss: a bias, used only to choose, rises for each expert with few tokens and falls for
     each with many."""
     moe_router_bias_update_rate: Annotated[float, Range(above=0)] = 1e-3
     """Change of an expert's bias per step."""
-    moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
+    moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000), _EXPERTS] = None
     """Inner width of an expert. A multiple of --etp. Default: --ffn-hidden-size."""
     moe_shared_expert_size: Annotated[
-        int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",))
+        int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",)), _EXPERTS
     ] = None
     """Inner width of an expert that every token uses. A multiple of --tp. Default: no shared expert."""
     moe_shared_expert_gate: bool = False
     """Multiplies the shared expert's output by the sigmoid of a projection of the token, as in Qwen2-MoE."""
-    moe_layer_freq: Annotated[int, Range(1, 10_000)] = 1
+    moe_layer_freq: Annotated[int, Range(1, 10_000), _EXPERTS] = 1
     """Every Nth block has experts, after --moe-first-dense-layers."""
-    moe_first_dense_layers: Annotated[int, Range(0, 10_000)] = 0
+    moe_first_dense_layers: Annotated[int, Range(0, 10_000), _EXPERTS] = 0
     """First blocks without experts."""
-    moe_router_load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = "seq_aux_loss"
+    moe_router_load_balancing_type: Annotated[
+        Literal["seq_aux_loss", "global_aux_loss"], Needs("moe_aux_loss_coeff")
+    ] = "seq_aux_loss"
     """What --moe-aux-loss-coeff balances. seq_aux_loss: each sequence. global_aux_loss: the batch, with counts of the
     previous step."""
-    moe_aux_loss_coeff: Annotated[float, Range(0)] = 0.0
+    moe_aux_loss_coeff: Annotated[float, Range(0), _EXPERTS] = 0.0
     """Factor of the balancing loss of each layer. The reported loss leaves it out."""
-    moe_z_loss_coeff: Annotated[float, Range(0)] = 0.0
+    moe_z_loss_coeff: Annotated[float, Range(0), _EXPERTS] = 0.0
     """Factor of the router's z-loss, which keeps its logits small."""
-    moe_input_jitter_eps: Annotated[float, Range(0, below=1)] = 0.0
+    moe_input_jitter_eps: Annotated[float, Range(0, below=1), _EXPERTS] = 0.0
     """In training, multiplies the router's input by random numbers between 1 - N and 1 + N."""
-    moe_expert_capacity_factor: Annotated[float | None, Range(above=0)] = None
+    moe_expert_capacity_factor: Annotated[float | None, Range(above=0), _EXPERTS] = None
     """In training, limits each expert to N times its equal share of a sequence's tokens, and drops further tokens.
     Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
@@ -86,82 +131,6 @@ class ExpertsConfig(Section):
         if self.num_experts is None:
             return None
         return self.resolved_as(ResolvedExperts, moe_ffn_hidden_size=self.moe_ffn_hidden_size or ffn_hidden_size)
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "num_experts" in wrong:
-            return
-        if self.num_experts is None:
-            names = tuple(name for name in field_infos(ExpertsConfig) if name != "num_experts")
-            yield from self.without_effect(names, wrong, "no experts", flag("num_experts"))
-            return
-        yield from self._router(wrong)
-        yield from self._groups(wrong)
-        if not self.moe_router_enable_expert_bias:
-            names, needs = ("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias"
-            yield from self.without_effect(names, wrong, "no bias", needs)
-        if self.moe_shared_expert_size is None:
-            needs = "--moe-shared-expert-size"
-            yield from self.without_effect(("moe_shared_expert_gate",), wrong, "no shared expert", needs)
-        if self.moe_expert_capacity_factor is None:
-            needs = "--moe-expert-capacity-factor"
-            yield from self.without_effect(("moe_token_drop_policy",), wrong, "no capacity", needs)
-        if self.moe_aux_loss_coeff == 0:
-            needs = "--moe-aux-loss-coeff"
-            yield from self.without_effect(("moe_router_load_balancing_type",), wrong, "no such loss", needs)
-
-    def _router(self, wrong: frozenset[str]) -> Iterator[str]:
-        experts, chosen, scores = self.num_experts, self.moe_router_topk, self.moe_router_score_function
-        assert experts is not None
-        if "moe_router_topk" not in wrong and chosen > experts:
-            said = f"--moe-router-topk {chosen} must be at most --num-experts {experts}"
-            yield Problem(said, up_to("moe_router_topk", chosen, experts))
-        if "moe_router_score_function" in wrong:
-            return
-        if scores == "sigmoid":
-            given = "--moe-router-score-function sigmoid"
-            yield from self.without_effect(("moe_router_pre_softmax",), wrong, given, "softmax")
-        elif "moe_router_load_balancing_type" in wrong:
-            return  # Megatron-LM's sinkhorn, which is refused, weights one expert otherwise
-        elif chosen == 1 and not self.moe_router_pre_softmax:
-            yield (
-                "--moe-router-topk 1 gives every expert the weight 1, so that the router learns nothing: use "
-                "--moe-router-pre-softmax, or --moe-router-topk 2 or more"
-            )
-
-    def _groups(self, wrong: frozenset[str]) -> Iterator[str]:
-        experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.moe_router_group_topk
-        assert experts is not None
-        if wrong & {"moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"}:
-            return
-        if groups is None:
-            names = ("moe_router_group_topk", "moe_router_group_best")
-            yield from self.without_effect(names, wrong, "no groups", "--moe-router-num-groups")
-            return
-        if experts % groups:
-            said = f"--moe-router-num-groups {groups} must divide --num-experts {experts}"
-            yield Problem(said, divisors_of("moe_router_num_groups", groups, experts, bare=True))
-        if chosen is None:
-            yield f"--moe-router-num-groups {groups} needs --moe-router-num-groups topk: use 1 to {groups}"
-            return
-        if chosen > groups:
-            said = f"--moe-router-num-groups topk={chosen} must be at most --moe-router-num-groups {groups}"
-            yield Problem(said, up_to("moe_router_group_topk", chosen, groups))
-        elif self.moe_router_group_best is None and self.moe_router_topk % chosen:
-            yield Problem(
-                f"--moe-router-num-groups topk={chosen} must divide --moe-router-topk {self.moe_router_topk}",
-                divisors_of("moe_router_group_topk", chosen, self.moe_router_topk, bare=True),
-                Change("--moe-router-num-groups best"),
-            )
-        elif self.moe_router_group_best is not None and self.moe_router_group_best > experts // groups:
-            yield (
-                f"--moe-router-num-groups best={self.moe_router_group_best} is more than the {experts // groups} "
-                f"experts of a group: use {experts // groups} or less"
-            )
-        elif self.moe_router_topk > experts // groups * chosen:
-            yield (
-                f"--moe-router-topk {self.moe_router_topk} is more than the {experts // groups * chosen} experts of "
-                f"{chosen} of {groups} groups: use a larger --moe-router-num-groups topk, or fewer groups"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What a configuration field declares about itself (aliases, range, help text), and the base class of sections.
 
 A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range and its
-aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the
-help text, the reference in docs/reference/configuration.md and the check at launch come from one definition. A section
-checks its own fields in `constraints()`. Upper bounds of sizes are far beyond any use: they refuse a typing error
-before it becomes a list or a tensor of that size.
+aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), and what it has
+no effect without (`Needs`), so that the help text, the reference in docs/reference/configuration.md and the check at
+launch come from one definition. What must hold between its fields is in `rules` of the section. Upper bounds of sizes
+are far beyond any use: they refuse a typing error before it becomes a list or a tensor of that size.
 
 The string under a field is its help text. It says first what the flag does; where a default depends on other flags, it
 ends with "Default: ...".
@@ -21,14 +21,16 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.problem import Change, Problem, Values, Way
-from megacore.config.spelling import OWNERS, flag, flag_and_value, own_flag, with_value
+from megacore.config.rules import Needs, Rule, Settings
+from megacore.config.spelling import OWNERS, flag, own_flag, with_value
 
 # Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
@@ -41,10 +43,12 @@ R = TypeVar("R", bound="Section")
 
 @dataclass(frozen=True)
 class Flag:
-    """Aliases of a field's flag (Megatron-LM's names, where the meaning is the same), and the metavar of its value."""
+    """Aliases of a field's flag (Megatron-LM's names, where the meaning is the same), the metavar of its value, and a
+    usual value to propose."""
 
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
+    example: Any = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class FieldInfo:
     aliases: tuple[str, ...]
     metavar: str
     default: Any  # dataclasses.MISSING where the field is required
+    needs: Needs | None = None
+    example: Any = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -117,11 +123,6 @@ class FieldInfo:
         return self.default is dataclasses.MISSING
 
 
-def use(name: str, value: Any) -> Change:
-    """The way out that gives a field a value."""
-    return Change(f"use {flag_and_value(name, value)}", {name: value})
-
-
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
     return _field_infos(section)
@@ -132,7 +133,8 @@ def _field_infos(section: type) -> dict[str, FieldInfo]:
     declared = get_type_hints(_declaring_class(section), include_extras=True)
     narrowed = get_type_hints(section)
     fields = [f for f in dataclasses.fields(section) if f.name in declared]  # a resolved section may have more
-    return {f.name: _describe(f, declared[f.name], narrowed[f.name]) for f in fields}
+    defaults = {f.name: f.default for f in dataclasses.fields(_declaring_class(section))}  # a resolved one has none
+    return {f.name: _describe(f, declared[f.name], narrowed[f.name], defaults) for f in fields}
 
 
 def _declaring_class(section: type) -> type:
@@ -140,13 +142,14 @@ def _declaring_class(section: type) -> type:
     return next(base for base in reversed(section.__mro__) if dataclasses.is_dataclass(base))
 
 
-def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> FieldInfo:
+def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defaults: Mapping[str, Any]) -> FieldInfo:
     """Describes one field.
 
     Args:
         field: the dataclass field.
         declared: its annotation where it was first declared.
         narrowed: its type in the class itself, which may exclude None.
+        defaults: of all fields of the section.
     """
     hint, *extras = get_args(declared) if get_origin(declared) is Annotated else (declared,)
     if type(None) in get_args(hint):
@@ -155,6 +158,10 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> Fi
     choices = next((e.names for e in extras if isinstance(e, Choices)), choices)
     kind = str if choices else (get_origin(hint) or hint)
     names = next((e for e in extras if isinstance(e, Flag)), Flag())
+    needs = next((e for e in extras if isinstance(e, Needs)), None)
+    # A parameter of a flag that is off by default means nothing without it.
+    if needs is None and (owner := OWNERS.get(field.name, ("",))[0]) in defaults and not defaults[owner]:
+        needs = Needs(owner)
     return FieldInfo(
         name=field.name,
         kind=kind,
@@ -163,7 +170,9 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> Fi
         range=next((e for e in extras if isinstance(e, Range)), None),
         aliases=((own_flag(field.name),) if field.name in OWNERS else ()) + names.aliases,
         metavar=names.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
-        default=field.default,
+        default=defaults[field.name],
+        needs=needs,
+        example=names.example,
     )
 
 
@@ -197,61 +206,55 @@ class Section:
     former_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of an earlier version, whose config.toml has them written out, by field."""
 
+    rules: ClassVar[Sequence[Rule]] = ()
+    """What must hold between the fields of the section, beside what they say themselves."""
+
+    @property
+    def infos(self) -> Mapping[str, FieldInfo]:
+        """What its fields declare, by name."""
+        return field_infos(type(self))
+
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is invalid whatever the other fields are, each with its message."""
-        return dict(self._wrong_fields)
-
-    @functools.cached_property  # a search validates thousands of configurations with the same sections
-    def _wrong_fields(self) -> Mapping[str, str]:
-        messages = {name: _value_problem(info, getattr(self, name)) for name, info in field_infos(type(self)).items()}
+        infos = self.infos  # whose defaults are valid
+        messages = {name: _value_problem(infos[name], value) for name, value in self._not_default().items()}
         return {name: message for name, message in messages.items() if message}
 
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        """Yields a message for each violated constraint between fields of this section.
+    def _not_default(self) -> dict[str, Any]:
+        # By identity first: a search of layouts asks about all fields of thousands of configurations.
+        values = self.__dict__
+        return {
+            name: value
+            for name, info in self.infos.items()
+            if (value := values[name]) is not info.default and value != info.default
+        }
+
+    @property
+    def set_fields(self) -> list[str]:
+        """Fields with neither their default nor that of an earlier version, which its files have written out."""
+        former = self.former_defaults
+        return [name for name, value in self._not_default().items() if name not in former or value != former[name]]
+
+    def violated(self, c: Settings) -> Iterator[str]:
+        """Yields a message for each violated rule of this section.
 
         Args:
-            wrong: fields whose value is already refused. Constraints on them are not checked.
+            c: its fields, maybe among others.
         """
-        yield from ()
+        needs = [(name, needed) for name in self.set_fields if (needed := self.infos[name].needs)]
+        yield from c.violated(partial(needed.violated, field=name) for name, needed in needs)
+        yield from c.violated(self.rules)
 
-    def without_effect(
-        self,
-        names: tuple[str, ...],
-        wrong: frozenset[str],
-        given: str,
-        needs: str | Way,
-        spelled: Callable[[str, Any], str] = flag_and_value,
-    ) -> Iterator[str]:
-        """Yields a message for each of the fields that is set although it has no effect.
-
-        A field counts as set if its value is neither the default nor that of an earlier version. Presets and styles
-        therefore set no field that has no effect.
-
-        Args:
-            names: the fields.
-            wrong: fields to skip.
-            given: the flag and value that disable them.
-            needs: the flag and value that they need; in words that are not tried before they are proposed, or as a way
-                out.
-            spelled: a field with its value.
-        """
-        infos = field_infos(type(self))
-        for name in names:
-            value = getattr(self, name)
-            if name not in wrong and value not in (
-                default := infos[name].default,
-                self.former_defaults.get(name, default),
-            ):
-                yield Problem(
-                    f"{spelled(name, value)} has no effect with {given}",
-                    Change("leave it out", {name: default}),
-                    Change(f"use {needs}") if isinstance(needs, str) else needs,
-                )
+    @property
+    def idle_fields(self) -> dict[str, str]:
+        """Fields that have no effect, each with the field that disables it. The values need not be valid."""
+        c, infos = Settings([self], frozenset()), field_infos(type(self))
+        return {name: by for name, info in infos.items() if info.needs and (by := info.needs.lacking(c))}
 
     def problems(self) -> list[str]:
-        """Every violated constraint of this section."""
+        """Everything that is wrong with this section by itself."""
         wrong = self.wrong_fields()
-        return [*wrong.values(), *self.constraints(frozenset(wrong))]
+        return [*wrong.values(), *self.violated(Settings([self], frozenset(wrong)))]
 
     def as_written(self) -> dict[str, Any]:
         """The fields as a file has them that repeats the run."""

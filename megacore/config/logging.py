@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section, field_infos
-from megacore.config.problem import Change, Problem
-from megacore.config.spelling import flag_and_value
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.rules import Rule, Settings
 
 _TRACED_STEPS = 3
 
-
 LEAST_TFLOPS, MOST_TFLOPS = 1e-6, 1_000_000  # of a device
+
+
+def _profiled(c: Settings) -> Iterator[str]:
+    try:
+        c.profiled_steps()
+    except ValueError as error:
+        yield str(error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
     """What is logged, how often, and where metrics go."""
+
+    rules: ClassVar[Sequence[Rule]] = (_profiled,)
 
     log_interval: Annotated[int, Range(1)] = 10
     """Steps between log lines, and between lines of metrics.jsonl."""
@@ -51,28 +58,6 @@ class LoggingConfig(Section):
     peak_tflops: Annotated[float | None, Range(LEAST_TFLOPS, MOST_TFLOPS)] = None
     """Peak TFLOP/s of one device, dense, in the format of --precision. MFU is a share of it. Default: that of the data
     sheet, for a known device."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
-            yield Problem(
-                f"--trace-steps {self.trace_steps} has no effect without --trace",
-                Change("leave it out", {"trace_steps": None}),
-                Change("use --trace", {"trace": True}),
-            )
-        if self.wandb_project is None and "wandb_project" not in wrong:
-            infos = field_infos(type(self))
-            for name in ("wandb_entity", "wandb_name", "wandb_group", "wandb_mode"):
-                value = getattr(self, name)
-                if name not in wrong and value != infos[name].default:
-                    yield (
-                        f"{flag_and_value(name, value, own=True)} has no effect without --wandb-project: leave it out, "
-                        "or use --wandb-project NAME"
-                    )
-        if "profile_steps" not in wrong:
-            try:
-                self.profiled_steps()
-            except ValueError as error:
-                yield str(error)
 
     @property
     def traced_steps(self) -> int:

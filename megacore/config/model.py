@@ -9,48 +9,133 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
-from megacore.config.problem import Change, Problem, Way, divisors_of, multiples_of
 from megacore.config.rope_factors import parse_factors
+from megacore.config.rules import OUT, AtLeast, AtMost, Divides, Excludes, Multiple, Needs, Out, Rule, Settings
 from megacore.config.spelling import flag, flag_and_value
 
-_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
-_YARN_FIELDS = (
-    "rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_attention_factor", "rope_truncate",
-)  # fmt: skip
-_LONGROPE_FIELDS = ("rope_short_factors", "rope_long_factors")
-_SCALING_FIELDS = (
-    *("rope_scaling_factor", "rope_original_max_positions"),
-    *(*_LLAMA3_FIELDS, *_YARN_FIELDS, *_LONGROPE_FIELDS),
+_ROTARY = Needs(position_embedding_type="rope")
+
+
+def _scaling(*kinds: str) -> Needs:
+    return Needs(position_embedding_type="rope", rope_scaling=kinds)
+
+
+_LLAMA3, _YARN, _LONGROPE = map(_scaling, ("llama3", "yarn", "longrope"))
+_WITHOUT_LATENT = (
+    *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
+    *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier"),
 )
-# What each kind of --rope-scaling uses of these.
-_USED_BY_SCALING = {
-    "none": (),
-    "linear": _SCALING_FIELDS[:1],
-    "dynamic": _SCALING_FIELDS[:2],
-    "llama3": (*_SCALING_FIELDS[:2], *_LLAMA3_FIELDS),
-    "yarn": (*_SCALING_FIELDS[:2], *_YARN_FIELDS),
-    "longrope": (*_SCALING_FIELDS[:2], *_LONGROPE_FIELDS, "rope_attention_factor"),
-}
 
 
-def _scalings_with(name: str) -> list[str]:
-    """The kinds of --rope-scaling that use a field."""
-    return [kind for kind, used in _USED_BY_SCALING.items() if name in used]
+def _pattern(c: Settings) -> Iterator[str]:
+    """What is wrong with the kinds of attention of the blocks."""
+    text = c.attention_pattern
+    try:
+        kinds = "" if text is None else parse_pattern(text)
+    except ValueError as error:
+        yield str(error)
+        return
+    given = f"--attention-pattern {text}"
+    if WINDOW in kinds and c.window_size is None:
+        yield f"{given} has blocks with a window: use --window-size"
+    if WITHOUT_POSITIONS in kinds and c.position_embedding_type != "rope":
+        positions = c.given("position_embedding_type")
+        yield f"{given} has blocks without rotary positions, and {positions} has none: use f instead of n"
+    for name in ("window_size", "window_rotary_base") if WINDOW not in kinds else ():
+        # A window alone is that of every block; its base needs a pattern.
+        if c.is_set(name) and (text is not None or name == "window_rotary_base"):
+            cause = f"with {given}" if text is not None else "without --attention-pattern"
+            yield f"{c.given(name)} has no effect {cause}: leave it out, or use a pattern with w"
+
+
+def _latent(c: Settings) -> Iterator[str]:
+    """What --multi-latent-attention needs, and sizes that it has of its own."""
+    if not c.multi_latent_attention:
+        return
+    for name, wanted in (("position_embedding_type", "rope"), ("disable_bias_linear", True)):
+        if getattr(c, name) != wanted:
+            needs = flag_and_value(name, wanted)
+            yield f"--multi-latent-attention needs {needs}: add it, or leave --multi-latent-attention out"
+    for name, value in (("kv_channels", c.head_size), ("num_query_groups", c.num_attention_heads)):
+        if getattr(c, name) not in (None, value):
+            yield f"{c.given(name)} has no effect with --multi-latent-attention: leave it out"
+    if c.qk_rope_head_dim % 2:
+        near = one_of(nearest_multiples(c.qk_rope_head_dim, 2))
+        yield f"--multi-latent-attention qk-rope-head-dim={c.qk_rope_head_dim} is rotated in pairs: use {near}"
+
+
+def _rotated(c: Settings) -> Iterator[str]:
+    """That a part of a head is rotated in pairs of dimensions."""
+    if c.position_embedding_type != "rope" or c.multi_latent_attention:
+        return
+    size, rotated = c.head_size, c.rotary_dimensions
+    if (c.kv_channels is None and c.hidden_size % c.num_attention_heads) or (rotated >= 2 and rotated % 2 == 0):
+        return
+    even = rotated - rotated % 2
+    shares = [f"{count / size:g}" for count in (even, even + 2) if 2 <= count <= size]
+    way_out = f"use --rotary-percent {one_of(shares)}" if shares else "use --kv-channels 2 or more"
+    yield (
+        f"--rotary-percent {c.rotary_percent:g} of a head of {size} is {rotated} dimensions, which are rotated "
+        f"in pairs: {way_out}"
+    )
+
+
+def _original_context(c: Settings) -> Iterator[str]:
+    """What scaled rotary frequencies need to know of the context before scaling."""
+    if c.position_embedding_type != "rope" or c.rope_scaling in ("none", "linear"):
+        return
+    if c.rope_original_max_positions is None:
+        yield f"{c.given('rope_scaling')} needs original-max-positions: set it to the context in tokens before scaling"
+    if c.rope_scaling != "longrope" or (c.kv_channels is None and c.hidden_size % c.num_attention_heads):
+        return
+    if c.rope_original_max_positions == 1:
+        yield "--rope-scaling original-max-positions=1 is too short for --rope-scaling longrope: use 2 or more"
+    pairs = c.rotary_dimensions // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        text, numbers = getattr(c, name), f"give {pairs} numbers, separated by commas"
+        try:
+            count = pairs if text is None else len(parse_factors(text))
+        except ValueError as error:
+            yield f"{flag(name)}: {error}: {numbers}"
+            continue
+        if text is None:
+            yield f"--rope-scaling longrope needs {flag(name)}: {numbers}"
+        elif count != pairs:
+            yield f"{flag(name)} has {counted(count, 'number')} for {pairs} rotated pairs of dimensions: give {pairs}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The shape of the transformer, its layers, initialisation and dropout."""
+
+    rules: ClassVar[Sequence[Rule]] = (
+        Multiple("hidden_size", "num_attention_heads", when=("kv_channels=None", "multi_latent_attention=False")),
+        Divides("num_query_groups", "num_attention_heads", multiple=False),
+        AtMost("rope_low_freq_factor", "rope_high_freq_factor", below=True, when=("rope_scaling=llama3",)),
+        AtLeast("rope_beta_fast", "rope_beta_slow", above=True, when=("rope_scaling=yarn",)),
+        _original_context,
+        _rotated,
+        _latent,
+        *(
+            Excludes(f"{name} multi_latent_attention", "{0} has no effect with {1}", OUT, Out("multi_latent_attention"))
+            for name in _WITHOUT_LATENT
+        ),
+        Excludes(
+            "qk_layernorm_all_heads qk_layernorm_per_head",
+            "{0} normalises all heads together, and per-head each by itself",
+        ),
+        _pattern,
+        Excludes("norm_placement parallel_residual", "{0} is not possible with {1}, whose layers read one norm"),
+    )
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b,
@@ -85,7 +170,7 @@ class ModelConfig(Section):
     """Type of the norms in every block."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
     """Term added to the variance in LayerNorm, and to the mean square in RMSNorm."""
-    norm_bias: bool = True
+    norm_bias: Annotated[bool, Needs(norm_affine=True, normalization="LayerNorm")] = True
     """Gives LayerNorm a bias."""
     norm_affine: bool = True
     """Gives norms weights, and LayerNorm a bias. Without them all norms only normalise, as in the first OLMo."""
@@ -107,7 +192,7 @@ class ModelConfig(Section):
     """Normalises the query and the key of each head, or the latent vectors of --multi-latent-attention."""
     qk_layernorm_all_heads: bool = False
     """Lets --qk-layernorm normalise all heads together, with a weight per dimension, as in OLMo 2."""
-    qk_layernorm_per_head: bool = False
+    qk_layernorm_per_head: Annotated[bool, Needs("qk_layernorm", norm_affine=True)] = False
     """Gives each head its own weights in --qk-layernorm, and no biases, as in StableLM 2 12B."""
     clip_qkv: Annotated[float | None, Range(above=0)] = None
     """Clips queries, keys and values to -N to N before the rotation, as in some OLMo 7B. Default: no limit."""
@@ -133,55 +218,63 @@ class ModelConfig(Section):
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
     """How the model encodes positions. learned: a table. rope: rotated queries and keys. alibi: attention scores
     decrease with distance. none: not at all."""
-    position_offset: Annotated[int, Range(0, 1000)] = 0
+    position_offset: Annotated[int, Range(0, 1000), Needs(position_embedding_type="learned")] = 0
     """Unused rows at the start of the position table, as in OPT. --max-position-embeddings does not count them."""
-    rotary_base: Annotated[float, Range(above=1)] = 10_000.0
+    rotary_base: Annotated[float, Range(above=1), _ROTARY] = 10_000.0
     """Base of the rotary frequencies."""
-    rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
+    rotary_percent: Annotated[float, Range(above=0, high=1), _ROTARY] = 1.0
     """Share of a head's dimensions that is rotated."""
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    rope_scaling: Annotated[Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"], _ROTARY] = "none"
     """Scaling of rotary frequencies for contexts longer than the model was trained on. linear: all frequencies.
     dynamic: by the sequence's length (NTK). llama3: low frequencies. yarn: low frequencies, with scaled attention.
     longrope: each by its own factor, with scaled attention."""
-    rope_scaling_factor: Annotated[float, Range(1)] = 8.0
+    rope_scaling_factor: Annotated[
+        float,
+        Range(1),
+        _scaling("linear", "dynamic", "llama3", "yarn", "longrope"),
+    ] = 8.0
     """Scaled context / original context."""
-    rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
+    rope_original_max_positions: Annotated[
+        int | None,
+        Range(1, 100_000_000),
+        _scaling("dynamic", "llama3", "yarn", "longrope"),
+    ] = None
     """Context in tokens before scaling. Default: none; dynamic, llama3, yarn and longrope require it."""
-    rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
+    rope_low_freq_factor: Annotated[float, Range(above=0), _LLAMA3] = 1.0
     """llama3 fully scales frequencies with fewer turns over the original context."""
-    rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
+    rope_high_freq_factor: Annotated[float, Range(above=0), _LLAMA3] = 4.0
     """llama3 does not scale frequencies with more turns over the original context."""
-    rope_beta_fast: Annotated[float, Range(above=0), Flag(("--beta-fast",))] = 32.0
+    rope_beta_fast: Annotated[float, Range(above=0), Flag(("--beta-fast",)), _YARN] = 32.0
     """yarn does not scale frequencies with more turns over the original context."""
-    rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",))] = 1.0
+    rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",)), _YARN] = 1.0
     """yarn fully scales frequencies with fewer turns over the original context."""
-    rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",))] = None
+    rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",)), _YARN] = None
     """yarn multiplies rotated queries and keys by m(this) / m(mscale-all-dim), where m(x) = 0.1 x log(factor) + 1.
     Default: none; without both, that is m(1)."""
-    rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",))] = None
+    rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",)), _YARN] = None
     """The divisor in mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default: none."""
-    rope_attention_factor: Annotated[float | None, Range(above=0)] = None
+    rope_attention_factor: Annotated[float | None, Range(above=0), _scaling("yarn", "longrope")] = None
     """yarn and longrope multiply rotated queries and keys by this. Default: that of mscale for yarn; sqrt(1 +
     log(factor) / log(original-max-positions)) for longrope."""
-    rope_truncate: bool = True
+    rope_truncate: Annotated[bool, _YARN] = True
     """yarn rounds the bounds of beta-fast and beta-slow to whole pairs of dimensions."""
-    rope_short_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
+    rope_short_factors: Annotated[str | None, Flag(metavar="F,F,..."), _LONGROPE] = None
     """longrope's divisors of the frequencies in sequences of at most original-max-positions tokens: one per rotated
     pair of dimensions. Default: none; longrope requires it."""
-    rope_long_factors: Annotated[str | None, Flag(metavar="F,F,...")] = None
+    rope_long_factors: Annotated[str | None, Flag(metavar="F,F,..."), _LONGROPE] = None
     """longrope's divisors in longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
     attention_pattern: Annotated[str | None, Flag(metavar="5*w,f")] = None
     """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions. The
     pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
-    window_rotary_base: Annotated[float | None, Range(above=1)] = None
+    window_rotary_base: Annotated[float | None, Range(above=1), _ROTARY] = None
     """Rotary base, without scaling, in the w blocks of --attention-pattern, as in Gemma 3. Default: --rotary-base and
     its scaling."""
     norm_placement: Literal["before", "after", "both"] = "before"
     """Where each block normalises. before: the inputs of attention and feed-forward layer. after: their outputs, as in
     OLMo 2. both: as in Gemma 2 and 3."""
-    layernorm_1p: bool = False
+    layernorm_1p: Annotated[bool, Needs(norm_affine=True)] = False
     """Norms multiply by 1 + weight, and weights begin at 0, as in Gemma."""
     embedding_multiplier: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the token embeddings, as in Gemma and Granite."""
@@ -301,186 +394,6 @@ class ModelConfig(Section):
             max_position_embeddings=self.max_position_embeddings or seq_length,
             vocab_size=vocab_size,
             experts=experts,
-        )
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        yield from self._heads(wrong)
-        yield from self._idle(wrong)
-        yield from self._positions(wrong)
-        if self.multi_latent_attention and "multi_latent_attention" not in wrong:
-            yield from self._latent(wrong)
-        for name in ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"):
-            if getattr(self, name) and not self.disable_bias_linear and not wrong & {name, "disable_bias_linear"}:
-                yield (
-                    f"{flag(name)} has no effect without --disable-bias-linear, because every linear layer has a bias: "
-                    "leave it out, or use --disable-bias-linear"
-                )
-        if self.qk_layernorm and self.qk_layernorm_all_heads and self.qk_layernorm_per_head:
-            yield (
-                "--qk-layernorm all-heads normalises all heads together, and per-head each by itself: "
-                "leave one of them out"
-            )
-        if "attention_pattern" not in wrong:
-            yield from self._pattern(wrong)
-        if self.norm_placement != "before" and self.parallel_residual and not wrong & {"norm_placement"}:
-            yield (
-                f"--norm-placement {self.norm_placement} is not possible with --parallel-residual, whose layers read "
-                "one norm: leave one of them out"
-            )
-
-    def _pattern(self, wrong: frozenset[str]) -> Iterator[str]:
-        """What is wrong with the kinds of attention of the blocks."""
-        text = self.attention_pattern
-        try:
-            kinds = "" if text is None else parse_pattern(text)
-        except ValueError as error:
-            yield str(error)
-            return
-        given = f"--attention-pattern {text}"
-        if WINDOW in kinds and self.window_size is None and "window_size" not in wrong:
-            yield f"{given} has blocks with a window: use --window-size"
-        if text is not None and WINDOW not in kinds:
-            yield from self.without_effect(("window_size",), wrong, given, "a pattern with w")
-        if WINDOW not in kinds:
-            cause = given if text is not None else "no --attention-pattern"
-            yield from self.without_effect(("window_rotary_base",), wrong, cause, "a pattern with w")
-        if self.position_embedding_type != "rope" and "position_embedding_type" not in wrong:
-            positions = f"--position-embedding-type {self.position_embedding_type}"
-            if WITHOUT_POSITIONS in kinds:
-                yield f"{given} has blocks without rotary positions, and {positions} has none: use f instead of n"
-            yield from self.without_effect(("window_rotary_base",), wrong, positions, "--position-embedding-type rope")
-
-    def _heads(self, wrong: frozenset[str]) -> Iterator[str]:
-        hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.num_query_groups
-        if (
-            not wrong & {"hidden_size", "num_attention_heads", "kv_channels"}
-            and not self.kv_channels
-            and not self.multi_latent_attention
-            and hidden % heads
-        ):
-            yield Problem(
-                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}",
-                multiples_of("hidden_size", hidden, heads),
-                divisors_of("num_attention_heads", heads, hidden),
-            )
-        if groups and not wrong & {"num_query_groups", "num_attention_heads"} and heads % groups:
-            said = f"--num-query-groups {groups} must divide --num-attention-heads {heads}"
-            yield Problem(said, divisors_of("num_query_groups", groups, heads, bare=True))
-
-    def _latent(self, wrong: frozenset[str]) -> Iterator[str]:
-        given = "--multi-latent-attention"
-        for name, wanted, needs in (
-            ("position_embedding_type", "rope", "--position-embedding-type rope"),
-            ("disable_bias_linear", True, "--disable-bias-linear"),
-        ):
-            if name not in wrong and getattr(self, name) != wanted:
-                yield f"{given} needs {needs}: add it, or leave {given} out"
-        names = (
-            *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-            *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier"),
-        )
-        yield from self.without_effect(names, wrong, given, f"attention without {given}")
-        for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
-            if name not in wrong and getattr(self, name) not in (None, value):
-                yield f"{flag_and_value(name, getattr(self, name))} has no effect with {given}: leave it out"
-        if "qk_rope_head_dim" not in wrong and self.qk_rope_head_dim % 2:
-            near = one_of(nearest_multiples(self.qk_rope_head_dim, 2))
-            yield f"--multi-latent-attention qk-rope-head-dim={self.qk_rope_head_dim} is rotated in pairs: use {near}"
-
-    @property
-    def idle_fields(self) -> dict[str, str]:
-        """Fields that have no effect, each with the field that disables it. The values need not be valid."""
-        idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
-        if not self.norm_affine:
-            idle |= dict.fromkeys(("norm_bias", "layernorm_1p", "qk_layernorm_per_head"), "norm_affine")
-        if not self.parallel_residual:
-            idle["shared_parallel_norm"] = "parallel_residual"
-        if self.position_embedding_type != "learned":
-            idle["position_offset"] = "position_embedding_type"
-        if not self.qk_layernorm:
-            idle |= dict.fromkeys(("qk_layernorm_all_heads", "qk_layernorm_per_head"), "qk_layernorm")
-        if not self.multi_latent_attention:
-            idle |= dict.fromkeys(_LATENT_FIELDS, "multi_latent_attention")
-        if self.position_embedding_type != "rope":
-            names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALING_FIELDS)
-            return idle | dict.fromkeys(names, "position_embedding_type")
-        used = _USED_BY_SCALING.get(self.rope_scaling, _SCALING_FIELDS)
-        return idle | dict.fromkeys([name for name in _SCALING_FIELDS if name not in used], "rope_scaling")
-
-    def _idle(self, wrong: frozenset[str]) -> Iterator[str]:
-        for name, cause in self.idle_fields.items():
-            if cause in wrong:
-                continue
-            if isinstance(getattr(self, cause), bool):
-                given = "--no-norm-affine" if cause == "norm_affine" else f"no {flag(cause)}"
-                yield from self.without_effect((name,), wrong, given, flag(cause))
-                continue
-            positions = "learned" if name == "position_offset" else "rope"
-            needed = {"normalization": "LayerNorm", "position_embedding_type": positions}.get(cause)
-            needs: str | Way
-            if needed is None:
-                needs = f"{flag(cause)} {one_of(_scalings_with(name))}"
-            else:
-                needs = Change(f"{flag(cause)} {needed}", {cause: needed})
-            yield from self.without_effect((name,), wrong, f"{flag(cause)} {getattr(self, cause)}", needs)
-
-    def _positions(self, wrong: frozenset[str]) -> Iterator[str]:
-        scaling = self.rope_scaling
-        if wrong & {"position_embedding_type", "rope_scaling"} or self.position_embedding_type != "rope":
-            return
-        if scaling in ("dynamic", "llama3", "yarn", "longrope") and self.rope_original_max_positions is None:
-            yield (
-                f"--rope-scaling {scaling} needs original-max-positions: set it to the context in tokens before scaling"
-            )
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if scaling == "llama3" and not wrong & {*_LLAMA3_FIELDS} and low >= high:
-            yield (
-                f"--rope-scaling low-freq-factor={low:g} must be below high-freq-factor={high:g}: "
-                "use, for example, 1 and 4 (the defaults)"
-            )
-        fast, slow = self.rope_beta_fast, self.rope_beta_slow
-        if scaling == "yarn" and not wrong & {*_YARN_FIELDS} and fast <= slow:
-            yield (
-                f"--rope-scaling beta-fast={fast:g} must be above beta-slow={slow:g}: use, for example, 32 and 1 (the "
-                "defaults)"
-            )
-        names = {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}
-        if not wrong & names and (
-            self.multi_latent_attention or self.kv_channels or self.hidden_size % self.num_attention_heads == 0
-        ):
-            yield from self._rotated()
-            if scaling == "longrope":
-                yield from self._longrope()
-
-    def _longrope(self) -> Iterator[str]:
-        pairs = self.rotary_dimensions // 2
-        if self.rope_original_max_positions == 1:
-            yield "--rope-scaling original-max-positions=1 is too short for --rope-scaling longrope: use 2 or more"
-        for name in _LONGROPE_FIELDS:
-            text = getattr(self, name)
-            try:
-                factors = () if text is None else parse_factors(text)
-            except ValueError as error:
-                yield f"{flag(name)}: {error}: give {pairs} numbers, separated by commas"
-                continue
-            if text is None:
-                yield f"--rope-scaling longrope needs {flag(name)}: give {pairs} numbers, separated by commas"
-            elif len(factors) != pairs:
-                yield (
-                    f"{flag(name)} has {counted(len(factors), 'number')} for {pairs} rotated pairs of dimensions: give "
-                    f"{pairs}"
-                )
-
-    def _rotated(self) -> Iterator[str]:
-        size, rotated = self.head_size, self.rotary_dimensions
-        if self.multi_latent_attention or (rotated >= 2 and rotated % 2 == 0):
-            return
-        even = rotated - rotated % 2
-        shares = [f"{count / size:g}" for count in (even, even + 2) if 2 <= count <= size]
-        way_out = f"use --rotary-percent {one_of(shares)}" if shares else "use --kv-channels 2 or more"
-        yield (
-            f"--rotary-percent {self.rotary_percent:g} of a head of {size} is {rotated} dimensions, which are rotated "
-            f"in pairs: {way_out}"
         )
 
 

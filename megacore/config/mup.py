@@ -7,16 +7,14 @@ of hidden matrices shrink, and so do logits and attention scores. At the base wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megacore.config.fields import Range, Section, field_infos
-from megacore.config.messages import number, one_of
+from megacore.config.fields import Range, Section
 from megacore.config.model import ModelConfig
-from megacore.config.spelling import flag_and_value
 
-_OPTIMIZERS = ("adamw", "adam", "lion")
+MUP_OPTIMIZERS = ("adamw", "adam", "lion")
+"""Those for whose learning rates it has rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +38,3 @@ class MupConfig(Section):
         base, size = self.mup_base_head_size, model.head_size
         scores = {} if base in (None, size) else {"attention_multiplier": math.sqrt(base or size) / size}
         return {"logits_divisor": self.ratio(model.hidden_size), **scores}
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.mup_base_width is None and "mup_base_width" not in wrong:
-            yield from self.without_effect(("mup_base_head_size",), wrong, "no --mup-base-width", "--mup-base-width")
-
-
-def mup_problems(mup: MupConfig, model: ModelConfig, optimizer: str, *, has_experts: bool) -> Iterator[str]:
-    """What muP does not go together with.
-
-    Args:
-        mup: valid by itself.
-        model: likewise.
-        optimizer: its name.
-        has_experts: whether the model has experts.
-    """
-    if mup.mup_base_width is None:
-        return
-    given = f"--mup-base-width {mup.mup_base_width}"
-    if optimizer not in _OPTIMIZERS:
-        yield (
-            f"{given} has no rule for the learning rates of --optimizer {optimizer}: use --optimizer "
-            f"{one_of(_OPTIMIZERS)}, or leave it out"
-        )
-    if has_experts:
-        yield f"{given} has no rule for routers: leave it out, or --num-experts"
-    if model.multi_latent_attention:
-        yield f"{given} has no rule for --multi-latent-attention: leave one of them out"
-    for name, value in mup.multipliers(model).items():
-        found = getattr(model, name)
-        if found not in (field_infos(ModelConfig)[name].default, value):
-            yield f"{given} sets {flag_and_value(name, value)} and not {number(found)}: leave one of the flags out"

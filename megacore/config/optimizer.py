@@ -5,21 +5,77 @@ The settings of each optimizer are in optimizers.py; the schedules are computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Choices, Flag, Range, Section, use
+from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.lr_styles import LR_DECAY_STYLES
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
-from megacore.config.spelling import flag, flag_and_value
+from megacore.config.rules import OUT, AtMost, Excludes, Needs, Rule, Settings
+from megacore.config.spelling import flag
+
+
+def _parameter_groups(c: Settings) -> Iterator[str]:
+    for text in c.param_group:
+        try:
+            parse_rules([text])
+        except ValueError as error:
+            yield str(error)
+
+
+def _decoupled(c: Settings) -> Iterator[str]:
+    """That the rate of the embedding and the output layer falls."""
+    peak, least = c.decoupled_lr, c.decoupled_min_lr
+    if peak is not None and (end := c.end_lr if least is None else least) > peak:
+        follows = "" if least is not None else ", which is that of --min-lr,"
+        yield (
+            f"--decoupled-lr min={number(end)}{follows} must be at most --decoupled-lr {number(peak)}: use "
+            f"--decoupled-lr min={number(peak)} or less, or a larger --decoupled-lr"
+        )
+
+
+def _weight_decay(c: Settings) -> Iterator[str]:
+    """That a schedule of the weight decay has both ends."""
+    missing = [flag(name) for name in ("start_weight_decay", "end_weight_decay") if getattr(c, name) is None]
+    if c.weight_decay_incr_style != "constant" and missing:
+        given = c.given("weight_decay_incr_style")
+        yield f"{given} needs {' and '.join(missing)}: use for example --weight-decay start=0 end=0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer, its schedules and clipping."""
+
+    rules: ClassVar[Sequence[Rule]] = (
+        _parameter_groups,
+        AtMost("min_lr", "lr"),
+        _decoupled,
+        AtMost("lr_warmup_init", "decoupled_lr", when=("lr_range_test=False",)),
+        AtMost("lr_range_test_start", "decoupled_lr", when=("lr_range_test",)),
+        AtMost("lr_warmup_init", "lr"),
+        AtMost("lr_range_test_start", "lr", below=True, why=", the last rate of the test", when=("lr_range_test",)),
+        Excludes("lr_warmup_style lr_decay_style=1cycle", "{0} has no effect with {1}", OUT),
+        Excludes(
+            "lr_decay_style=cosine-restarts lr_restart_iters=None",
+            "{0} needs the length of its first cycle",
+            "use --lr-decay-style restart-iters",
+        ),
+        Excludes(
+            "lr_decay_style=1cycle lr_warmup_iters=0",
+            "{0} needs a rise",
+            "use --lr-warmup-iters, for example with three tenths of --train-iters",
+        ),
+        _weight_decay,
+        Excludes(
+            "lr_decay_style=WSD lr_wsd_decay_iters=None",
+            "{0} needs the length of its final decay",
+            "use --lr-decay-style wsd-decay-iters, for example with a tenth of --train-iters",
+        ),
+    )
+    former_defaults: ClassVar[Mapping[str, Any]] = {"lr_warmup_init": 0.0}
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
     """Optimizer. adamw: Adam with decoupled weight decay. adam: with weight decay in the gradient. sgd: with momentum.
@@ -42,23 +98,23 @@ class OptimizerConfig(Section):
     """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
     lr_warmup_iters: Annotated[int, Range(0)] = 0
     """Steps of the warm-up, in which the learning rate rises to --lr."""
-    lr_warmup_style: Literal["linear", "log"] = "linear"
+    lr_warmup_style: Annotated[Literal["linear", "log"], Needs(lr_warmup_iters=range(2, 4))] = "linear"
     """Shape of the warm-up. log: --lr x log(step) / log(--lr-warmup-iters)."""
-    lr_warmup_init: Annotated[float | None, Range(0)] = None
+    lr_warmup_init: Annotated[float | None, Range(0), Needs(lr_warmup_iters=range(1, 3))] = None
     """Learning rate at the start of the warm-up. At most --lr. Default: 0; a 25th of --lr with 1cycle."""
-    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
+    lr_wsd_decay_iters: Annotated[int | None, Range(1), Needs(lr_decay_style="WSD")] = None
     """Steps of the final decay of WSD. Default: none; WSD requires it."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of the final decay of WSD."""
-    lr_decay_power: Annotated[float, Range(above=0)] = 2.0
+    lr_decay_power: Annotated[float, Range(above=0), Needs(lr_decay_style="polynomial")] = 2.0
     """Power of polynomial. 1: linear."""
-    lr_restart_iters: Annotated[int | None, Range(1)] = None
+    lr_restart_iters: Annotated[int | None, Range(1), Needs(lr_decay_style="cosine-restarts")] = None
     """Steps of the first cycle of cosine-restarts, after the warm-up. Default: none; that style requires it."""
-    lr_restart_factor: Annotated[float, Range(1)] = 1.0
+    lr_restart_factor: Annotated[float, Range(1), Needs(lr_decay_style="cosine-restarts")] = 1.0
     """Length of each cycle of cosine-restarts / length of the one before."""
-    lr_cycle_momentum: Annotated[float, Range(0, below=1)] = 0.85
+    lr_cycle_momentum: Annotated[float, Range(0, below=1), Needs(lr_decay_style="1cycle")] = 0.85
     """Momentum (Adam's beta1) at the peak of 1cycle. Not for plain SGD and Adafactor, which have none."""
-    lr_cycle_style: Literal["cosine", "linear"] = "cosine"
+    lr_cycle_style: Annotated[Literal["cosine", "linear"], Needs(lr_decay_style="1cycle")] = "cosine"
     """Shape of the rise and the fall of 1cycle."""
     lr_range_test: bool = False
     """Range test instead of training: the rate rises exponentially from start to --lr, and
@@ -67,9 +123,9 @@ class OptimizerConfig(Section):
     """First learning rate of --lr-range-test. Below --lr."""
     weight_decay: Annotated[float, Range(0)] = 0.1
     """Weight decay of matrices. Biases and norm weights have none, unless --param-group says so."""
-    start_weight_decay: Annotated[float | None, Range(0)] = None
+    start_weight_decay: Annotated[float | None, Range(0), Needs(weight_decay_incr_style=("linear", "cosine"))] = None
     """Weight decay at the first step, with style=linear or cosine. Default: none."""
-    end_weight_decay: Annotated[float | None, Range(0)] = None
+    end_weight_decay: Annotated[float | None, Range(0), Needs(weight_decay_incr_style=("linear", "cosine"))] = None
     """Weight decay at --train-iters, with style=linear or cosine. Default: none."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the weight decay. constant: --weight-decay. linear and cosine: from start to end."""
@@ -127,109 +183,6 @@ class OptimizerConfig(Section):
             decoupled=self.decoupled_lr is not None,
             width_ratio=width_ratio,
         )
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        for text in self.param_group if "param_group" not in wrong else ():
-            try:
-                parse_rules([text])
-            except ValueError as error:
-                yield str(error)
-        if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
-            names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
-            yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
-        if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
-            lr, min_lr = number(self.lr), number(self.min_lr)
-            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if not wrong & {"lr", "min_lr", "decoupled_lr", "decoupled_min_lr"}:
-            yield from self._decoupled_constraints()
-        if self.lr_warmup_iters < 2 and "lr_warmup_iters" not in wrong:
-            given = f"--lr-warmup-iters {self.lr_warmup_iters}"
-            yield from self.without_effect(("lr_warmup_style",), wrong, given, "--lr-warmup-iters 2 or more")
-        yield from self._schedule_constraints(wrong)
-        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
-            return
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            yield (
-                "--lr-decay-style WSD needs the length of its final decay: "
-                "use --lr-decay-style wsd-decay-iters, for example with a tenth of --train-iters"
-            )
-        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-            given = f"--lr-decay-style {self.lr_decay_style}"
-            yield from self.without_effect(("lr_wsd_decay_iters",), wrong, given, use("lr_decay_style", "WSD"))
-
-    def _decoupled_constraints(self) -> Iterator[str]:
-        peak, least = self.decoupled_lr, self.decoupled_min_lr
-        if peak is None:
-            if least is not None:
-                yield (
-                    f"--decoupled-lr min={number(least)} has no effect without --decoupled-lr: leave it out, or use "
-                    "--decoupled-lr"
-                )
-            return
-        if (end := self.end_lr if least is None else least) > peak:
-            follows = "" if least is not None else ", which is that of --min-lr,"
-            yield (
-                f"--decoupled-lr min={number(end)}{follows} must be at most --decoupled-lr {number(peak)}: use "
-                f"--decoupled-lr min={number(peak)} or less, or a larger --decoupled-lr"
-            )
-        for name, first in (("lr_warmup_init", self.lr_warmup_init), ("lr_range_test_start", self.lr_range_test_start)):
-            is_read = self.lr_range_test == (name == "lr_range_test_start")
-            if is_read and first is not None and first > peak:
-                yield (
-                    f"{flag_and_value(name, first)} must be at most --decoupled-lr {number(peak)}: use "
-                    f"{flag_and_value(name, peak)} or less, or a larger --decoupled-lr"
-                )
-
-    def _schedule_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if not wrong & {"lr", "lr_warmup_init"} and (first := self.lr_warmup_init or 0.0) > self.lr:
-            lr = number(self.lr)
-            yield (
-                f"--lr-warmup-iters init={number(first)} must be at most --lr {lr}: use --lr-warmup-iters init={lr} "
-                "or less"
-            )
-        if self.lr_warmup_init and self.lr_warmup_iters == 0 and not wrong & {"lr_warmup_init", "lr_warmup_iters"}:
-            given = "--lr-warmup-iters 0"
-            yield from self.without_effect(("lr_warmup_init",), wrong, given, "--lr-warmup-iters 1 or more")
-        if "lr_range_test" not in wrong:
-            if not self.lr_range_test:
-                yield from self.without_effect(("lr_range_test_start",), wrong, "--no-lr-range-test", "--lr-range-test")
-            elif not wrong & {"lr", "lr_range_test_start"} and self.lr_range_test_start >= self.lr:
-                yield (
-                    f"--lr-range-test start={number(self.lr_range_test_start)} must be below --lr {number(self.lr)}, "
-                    "the last rate of the test: use a smaller one, or a larger --lr"
-                )
-        if "lr_decay_style" not in wrong:
-            yield from self._style_constraints(wrong)
-        yield from self._weight_decay_constraints(wrong)
-
-    def _style_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        given = f"--lr-decay-style {self.lr_decay_style}"
-        only = {
-            "polynomial": ("lr_decay_power",),
-            "cosine-restarts": ("lr_restart_iters", "lr_restart_factor"),
-            "1cycle": ("lr_cycle_momentum", "lr_cycle_style"),
-        }
-        for style, names in only.items():
-            if style != self.lr_decay_style:
-                yield from self.without_effect(names, wrong, given, use("lr_decay_style", style))
-        if self.lr_decay_style == "1cycle":
-            yield from self.without_effect(("lr_warmup_style",), wrong, given, "another style")
-        restarts = self.lr_decay_style == "cosine-restarts"
-        if restarts and self.lr_restart_iters is None and "lr_restart_iters" not in wrong:
-            yield f"{given} needs the length of its first cycle: use --lr-decay-style restart-iters"
-        if self.lr_decay_style == "1cycle" and self.lr_warmup_iters == 0 and "lr_warmup_iters" not in wrong:
-            yield f"{given} needs a rise: use --lr-warmup-iters, for example with three tenths of --train-iters"
-
-    def _weight_decay_constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        names = ("start_weight_decay", "end_weight_decay")
-        if wrong & {*names, "weight_decay_incr_style"}:
-            return
-        given = f"--weight-decay style={self.weight_decay_incr_style}"
-        if self.weight_decay_incr_style == "constant":
-            yield from self.without_effect(names, wrong, given, "--weight-decay style=linear or cosine")
-        elif missing := [flag(name) for name in names if getattr(self, name) is None]:
-            example = "--weight-decay start=0 end=0.1"
-            yield f"{given} needs {' and '.join(missing)}: use for example {example}"
 
 
 @dataclass(frozen=True, kw_only=True)

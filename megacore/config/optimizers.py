@@ -8,14 +8,15 @@ megacore/optim/optimizers.py lists by these settings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.messages import number
+from megacore.config.problem import Change
+from megacore.config.rules import OUT, AtLeast, Excludes, Rule
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK = 256
@@ -189,14 +190,19 @@ class AdamConfig(OptimizerSettings):
 class SGDConfig(OptimizerSettings):
     """Settings of --optimizer sgd."""
 
+    rules: ClassVar[Sequence[Rule]] = (
+        Excludes(
+            "sgd_nesterov sgd_momentum=0.0",
+            "--optimizer nesterov has no effect with momentum=0",
+            OUT,
+            Change("use --optimizer momentum=0.9", {"sgd_momentum": 0.9}),
+        ),
+    )
+
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
     """Momentum of --optimizer sgd. 0: none."""
     sgd_nesterov: bool = False
     """Use Nesterov's momentum."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if not wrong & {"sgd_momentum", "sgd_nesterov"} and self.sgd_nesterov and not self.sgd_momentum:
-            yield "--optimizer nesterov has no effect with momentum=0: leave it out, or use --optimizer momentum=0.9"
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -223,18 +229,12 @@ class LambConfig(OptimizerSettings):
 
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
 
+    rules: ClassVar[Sequence[Rule]] = (AtLeast("lamb_max_coeff", "lamb_min_coeff"),)
+
     lamb_min_coeff: Annotated[float, Range(0)] = 0.0
     """Least trust ratio: norm of a matrix / norm of its step."""
     lamb_max_coeff: Annotated[float | None, Range(above=0)] = None
     """Largest trust ratio. Default: no limit."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        least, most = self.lamb_min_coeff, self.lamb_max_coeff
-        if not wrong & {"lamb_min_coeff", "lamb_max_coeff"} and most is not None and most < least:
-            yield (
-                f"--optimizer max-coeff={number(most)} must be at least min-coeff={number(least)}: use "
-                f"--optimizer max-coeff={number(least)} or more"
-            )
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -270,6 +270,8 @@ class OneBitLambConfig(OptimizerSettings):
     momentum_format: ClassVar[Literal["sign"] | None] = "sign"
     uncompressed: ClassVar[str | None] = "lamb"
 
+    rules: ClassVar[Sequence[Rule]] = (AtLeast("onebit_factor_max", "onebit_factor_min"),)
+
     onebit_coeff_beta: Annotated[float, Range(0, below=1)] = 0.9
     """Decay rate of the mean of a matrix's trust ratio in the warm-up of --optimizer onebitlamb."""
     onebit_factor_min: Annotated[float, Range(above=0)] = 0.5
@@ -278,14 +280,6 @@ class OneBitLambConfig(OptimizerSettings):
     """Largest factor of that mean after the warm-up."""
     onebit_factor_threshold: Annotated[float, Range(above=0, below=1)] = 0.1
     """Largest relative change of that factor in an update."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        least, most = self.onebit_factor_min, self.onebit_factor_max
-        if not wrong & {"onebit_factor_min", "onebit_factor_max"} and most < least:
-            yield (
-                f"--optimizer factor-max={number(most)} must be at least factor-min={number(least)}: use "
-                f"--optimizer factor-max={number(least)} or more"
-            )
 
     @property
     def state(self) -> tuple[StateKind, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.problem import Change, Problem, Values
+from megacore.config.rules import Excludes, Needs, Rule, Settings
 from megacore.config.spelling import flag_and_value
 
 AUTO_SCHEDULE = "auto"
@@ -23,10 +24,58 @@ DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "mtia", "hpu", "npu", "mlu", "mu
 ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 
+def _host_memory(c: Settings) -> Iterator[str]:
+    """What --offload-params needs."""
+    usual = {"zero_stage": 3, "offload_optimizer": True}
+    needed = {name: value for name, value in usual.items() if c.offload_params and getattr(c, name) != value}
+    if flags := [flag_and_value(name, value) for name, value in needed.items()]:
+        said = f"--offload-params needs {' and '.join(flags)}, with any --dp"
+        yield Problem(said, Change(f"use {' '.join(flags)}", needed), c.out("offload_params"))
+
+
+def _virtual_stages(c: Settings) -> Iterator[str]:
+    """That several stages on a rank need a pipeline, and a schedule that interleaves them."""
+    virtual, from_file = c.virtual_stages, c.schedule_csv is not None
+    is_interleaved = c.schedule == "interleaved" and not from_file
+    if virtual == 1 or from_file or is_interleaved:
+        pass
+    elif c.pp == 1:
+        change: Change | None = None
+        for pp in range(_LONGEST_TRIED, 1, -1):  # the shortest pipeline first
+            values = {"pp": pp, "schedule": "interleaved"}
+            change = Change(f"--pp {pp} --schedule interleaved", values, otherwise=change)
+        said = f"--virtual-stages {virtual} needs --schedule interleaved and a pipeline"
+        yield Problem(said, change, c.out("virtual_stages"), about=["pp"])
+        return
+    else:
+        yield Problem(
+            f"--virtual-stages {virtual} has no effect with --schedule {c.schedule}",
+            c.without("virtual_stages"),
+            Change("--schedule interleaved", {"schedule": "interleaved"}),
+        )
+    if virtual > 1 and c.pp == 1:
+        without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_interleaved else {})
+        yield Problem(
+            f"--virtual-stages {virtual} needs a pipeline",
+            Values(name="pp", among=range(2, 66), near=1, bound="or more"),
+            Change(f"leave {'--schedule and ' if is_interleaved else ''}--virtual-stages out", without),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """How --tp x --cp x --pp x --dp ranks share the work."""
 
+    rules: ClassVar[Sequence[Rule]] = (
+        _host_memory,
+        Excludes(
+            "schedule=interleaved virtual_stages=1 schedule_csv=None",
+            "{0} needs several stages per rank",
+            Values(name="virtual_stages", among=range(2, 66), near=1, bound="or more"),
+            Change("--schedule 1f1b", {"schedule": "1f1b"}),
+        ),
+        _virtual_stages,
+    )
     former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}
 
     tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
@@ -38,7 +87,7 @@ class ParallelConfig(Section):
     --cp x --pp."""
     cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
     """Context-parallel degree: ranks that share each sequence. 2 x --cp must divide --seq-length."""
-    cp_comm: Literal["auto", "allgather", "ring", "ulysses"] = "auto"
+    cp_comm: Annotated[Literal["auto", "allgather", "ring", "ulysses"], Needs(cp=range(2, 34))] = "auto"
     """How --cp ranks exchange keys and values. allgather: all of them, a layer at a time. ring: in a circle, during
     attention. ulysses: positions for heads. auto: ulysses if it sends the fewest bytes and --tp x --cp is at most 8,
     else ring; allgather for BERT."""
@@ -47,7 +96,7 @@ class ParallelConfig(Section):
     --tp."""
     etp: Annotated[int | None, Range(1), Flag(("--expert-tensor-parallel-size",))] = None
     """Ranks that split each expert: --tp or 1. 1 needs --sequence-parallel where --tp is above 1. Default: --tp."""
-    schedule: ScheduleName = "auto"
+    schedule: Annotated[ScheduleName, Needs(schedule_csv=None)] = "auto"
     """Pipeline schedule. gpipe: all forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b
     over --virtual-stages stages per rank. zero-bubble: ZB-H1; with --recompute full it is 1f1b. auto: the fastest by
     simulation that fits into memory."""
@@ -56,7 +105,7 @@ class ParallelConfig(Section):
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """Reads the pipeline schedule from a CSV file: one row per rank, one computation per cell (0F0,0F1,0B0,0B1).
     Default: no file."""
-    pipeline_balance: Literal["time", "parameters", "flops", "uniform"] = "time"
+    pipeline_balance: Annotated[Literal["time", "parameters", "flops", "uniform"], Needs(pipeline_layout=None)] = "time"
     """What the division of layers into stages balances. time: predicted time, or parameters where its stages do not fit
     into memory. uniform: the number of layers."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
@@ -65,7 +114,7 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """What the --dp x --cp ranks shard. 1: optimizer state and master weights. 2: gradients too. 3: parameters too.
     Results are the same for every stage."""
-    zero_shard_size: Annotated[int | None, Range(2)] = None
+    zero_shard_size: Annotated[int | None, Range(2), Needs(zero_stage=(1, 2, 3))] = None
     """Neighbouring --dp x --cp ranks that shard with --zero-stage 1 to 3, such as those of a node. Gradients are
     all-reduced between these groups. Default: all of them."""
     sequence_parallel: bool | None = None
@@ -113,73 +162,6 @@ class ParallelConfig(Section):
     def may_split_backward(self) -> bool:
         """Whether the schedule may compute the gradients of inputs and of weights separately."""
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.zero_stage == 0 and "zero_stage" not in wrong:
-            sharding = Values(name="zero_stage", among=[1, 2, 3], near=0)
-            yield from self.without_effect(("zero_shard_size",), wrong, "--zero-stage 0", sharding)
-        if self.offload_params and not wrong & {"offload_params", "zero_stage", "offload_optimizer"}:
-            usual = {"zero_stage": 3, "offload_optimizer": True}
-            needed = {name: value for name, value in usual.items() if getattr(self, name) != value}
-            if flags := [flag_and_value(name, value) for name, value in needed.items()]:
-                yield Problem(
-                    f"--offload-params needs {' and '.join(flags)}, with any --dp",
-                    Change(f"use {' '.join(flags)}", needed),
-                    Change("leave --offload-params out", {"offload_params": False}),
-                )
-        if self.cp == 1:
-            more_ranks = Values(name="cp", among=range(2, 34), near=1, bound="or more")
-            yield from self.without_effect(("cp_comm",), wrong, "--cp 1", more_ranks)
-        if self.schedule_csv is not None:
-            file = f"--schedule-csv {self.schedule_csv}"
-            yield from self.without_effect(("schedule",), wrong, file, "it without a file")
-        if self.pipeline_layout is not None:
-            layout = f"--pipeline-layout {self.pipeline_layout}"
-            yield from self.without_effect(("pipeline_balance",), wrong, layout, "it without a layout")
-        if not wrong & {"pp", "schedule", "virtual_stages", "schedule_csv"}:
-            yield from self._virtual_stages()
-
-    def _virtual_stages(self) -> Iterator[str]:
-        schedule, virtual, from_file = self.schedule, self.virtual_stages, self.schedule_csv is not None
-        if schedule == "interleaved" and virtual == 1 and not from_file:
-            yield Problem(
-                "--schedule interleaved needs several stages per rank",
-                Values(name="virtual_stages", among=range(2, 66), near=virtual, bound="or more"),
-                Change("--schedule 1f1b", {"schedule": "1f1b"}),
-            )
-        if virtual == 1:
-            return
-        if schedule != "interleaved" and not from_file:
-            if self.pp == 1:
-                yield Problem(
-                    f"--virtual-stages {virtual} needs --schedule interleaved and a pipeline",
-                    _interleaved_pipeline(),
-                    Change("leave --virtual-stages out", {"virtual_stages": 1}),
-                    about=["pp"],
-                )
-                return
-            yield Problem(
-                f"--virtual-stages {virtual} has no effect with --schedule {schedule}",
-                Change("leave it out", {"virtual_stages": 1}),
-                Change("--schedule interleaved", {"schedule": "interleaved"}),
-            )
-        if self.pp == 1:
-            is_interleaved = schedule == "interleaved" and not from_file
-            without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_interleaved else {})
-            yield Problem(
-                f"--virtual-stages {virtual} needs a pipeline",
-                Values(name="pp", among=range(2, 66), near=1, bound="or more"),
-                Change(f"leave {'--schedule and ' if is_interleaved else ''}--virtual-stages out", without),
-            )
-
-
-def _interleaved_pipeline() -> Change | None:
-    """The shortest pipeline with several stages per rank."""
-    change: Change | None = None
-    for pp in range(_LONGEST_TRIED, 1, -1):
-        values = {"pp": pp, "schedule": "interleaved"}
-        change = Change(f"--pp {pp} --schedule interleaved", values, otherwise=change)
-    return change
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section, use
-from megacore.config.messages import number
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.rules import AtLeast, Needs, Rule
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By number format."""
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
-_FORMER_INITIAL_SCALE = 65536.0
+_FP16 = Needs(precision="fp16")
+_DYNAMIC = Needs(precision="fp16", loss_scale=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
+
+    rules: ClassVar[Sequence[Rule]] = (AtLeast("initial_loss_scale", "min_loss_scale"),)
+    former_defaults: ClassVar[Mapping[str, Any]] = {"initial_loss_scale": 65536.0}
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products, else fp32.
@@ -29,38 +33,17 @@ class PrecisionConfig(Section):
     grad_reduce_compression: Literal["none", "bf16", "int8"] = "none"
     """Number format in which gradients are sent. int8: a scale for each 256 elements, and one fp32 number per parameter
     that carries the rounding error to the next message. none: --grad-reduce-dtype."""
-    loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    loss_scale: Annotated[float | None, _LOSS_SCALES, Flag(), _FP16] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
-    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag(), _DYNAMIC] = None
     """First value of the dynamic loss scale of --precision fp16. Default: 65536 x microbatches in a global batch,
     rounded up to a power of two."""
-    min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
+    min_loss_scale: Annotated[float, _LOSS_SCALES, _DYNAMIC] = 1.0
     """Smallest dynamic loss scale. The run stops at an overflow that would halve it further."""
-    loss_scale_window: Annotated[int, Range(1)] = 1000
+    loss_scale_window: Annotated[int, Range(1), _DYNAMIC] = 1000
     """Consecutive steps without overflow after which the loss scale doubles."""
-    hysteresis: Annotated[int, Range(1)] = 2
+    hysteresis: Annotated[int, Range(1), _DYNAMIC] = 2
     """Overflows at which the loss scale first halves. Then each overflow halves it, until it doubles again."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "precision" in wrong:
-            return
-        if self.precision != "fp16":
-            scale = ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
-            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", use("precision", "fp16"))
-        elif self.loss_scale is not None and "loss_scale" not in wrong:
-            dynamic = ("min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
-            fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
-            yield from self.without_effect(dynamic, wrong, fixed, "a dynamic loss scale, without --loss-scale")
-            return
-        if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
-            yield (
-                f"--loss-scale initial={number(self.initial_loss_scale)} must be at least "
-                f"min={number(self.min_loss_scale)}: use --loss-scale initial={number(self.min_loss_scale)} or more"
-            )
-
-    def _initial_scale_if_set(self) -> tuple[str, ...]:
-        """The field of the first loss scale, unless it is the former default, which every config.toml of 0.1.0 has."""
-        return () if self.initial_loss_scale == _FORMER_INITIAL_SCALE else ("initial_loss_scale",)
 
     def resolve(self, microbatches: int) -> ResolvedPrecision:
         """This section with the number format, and with the first value of a dynamic loss scale; other loss scales have

@@ -1,7 +1,7 @@
 """A violated constraint with its ways out as data, so that each can be tried before it is offered.
 
 A constraint states other values of a field (`Values`) or a change in words (`Change`). As text a problem offers them as
-they are; `proposals.py` keeps those that leave no constraint violated.
+they are; `solve.py` keeps those that leave no constraint violated.
 """
 
 from __future__ import annotations
@@ -115,19 +115,22 @@ class Problem(str):
         said: the constraint.
         ways: out of it.
         about: fields that the constraint depends on and does not name.
+        only: the fields that it is about, where it names others; empty: those that it names.
     """
 
     said: str
     ways: tuple[Way, ...]
     about: frozenset[str]
+    only: frozenset[str]
 
-    def __new__(cls, said: str, *ways: Way | None, about: Sequence[str] = ()) -> Self:
+    def __new__(cls, said: str, *ways: Way | None, about: Sequence[str] = (), only: Sequence[str] = ()) -> Self:
         """A message with its ways out as they are.
 
         Args:
             said: the constraint, which the flags that it is about precede.
             ways: out of it, best first; None is left out.
             about: fields that the constraint depends on and does not name.
+            only: the fields that it is about, where it names others.
         """
         kept = tuple(way for way in ways if way is not None and (isinstance(way, Change) or way.among))
         words = [
@@ -135,7 +138,7 @@ class Problem(str):
             for place, way in enumerate(kept)
         ]
         problem = super().__new__(cls, message(said, words))
-        problem.said, problem.ways, problem.about = said, kept, frozenset(about)
+        problem.said, problem.ways, problem.about, problem.only = said, kept, frozenset(about), frozenset(only)
         return problem
 
 
@@ -152,4 +155,4 @@ def message(said: str, ways: Sequence[str]) -> str:
     return f"{said}: {', or '.join(words)}" if words else said
 
 
-_VERBS = ("use, ", "leave ", "add ", "start ", "choose ", "give ")
+_VERBS = ("use, ", "leave ", "add ", "start ", "choose ", "give ", "with ")

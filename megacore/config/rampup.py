@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import LARGEST_INT, Flag, Section
 from megacore.config.messages import divisors, multiples
 from megacore.config.numbers import parse_int
 from megacore.config.problem import Change, Problem
+from megacore.config.rules import Rule, Settings
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,18 @@ class Ramp:
         return f"--rampup-batch-size {' '.join(self.words)}"
 
 
+def _notation(c: Settings) -> Iterator[str]:
+    try:
+        c.ramp()
+    except ValueError as error:
+        yield str(error)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RampupConfig(Section):
     """The growth of the global batch size at the start."""
+
+    rules: ClassVar[Sequence[Rule]] = (_notation,)
 
     rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
     """Global batches grow from START samples, in equal intervals by INCREMENT, to --global-batch-size after SAMPLES
@@ -71,14 +81,6 @@ class RampupConfig(Section):
                 "START INCREMENT SAMPLES, for example 16 16 100000"
             )
         return Ramp(*numbers)
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "rampup_batch_size" in wrong:
-            return
-        try:
-            self.ramp()
-        except ValueError as error:
-            yield str(error)
 
 
 class BatchSizes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megacore.config.messages import divisors
 from megacore.config.problem import Change, Problem, Values, divisors_of
-from megacore.config.rules import Rules
+from megacore.config.rules import Rule, Settings
 from megacore.config.schema import Config
 
-REPRODUCIBLE_RULES = Rules()
-_MODEL = (
+_SIZES = (
     "reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
     "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size",
 )  # fmt: skip
@@ -72,32 +71,29 @@ def _indivisible_experts(config: Config, count: int) -> Iterator[str]:
         yield f"--seq-length x --moe-shared-expert-size / {_ELEMENTS}, which is {length * shared / _ELEMENTS:g}"
 
 
-@REPRODUCIBLE_RULES.about(*_MODEL, "tp", "etp", "ep", "cp")
-def _experts(config: Config, world_size: int) -> Iterator[str]:
-    experts, parallel = getattr(config, "experts", None), config.parallel
-    if experts is None or experts.num_experts is None or canonical_blocks(config) == 1:
+def _experts(c: Settings) -> Iterator[str]:
+    if c.num_experts is None or _blocks_of(c) == 1:
         return
-    if parallel.expert_split != parallel.tp:
+    if c.expert_split != c.tp:
         yield Problem(
-            f"--reproducible computes each expert in blocks, which the --tp {parallel.tp} ranks divide",
-            Values(name="etp", among=[parallel.tp], near=parallel.expert_split),
+            f"--reproducible computes each expert in blocks, which the --tp {c.tp} ranks divide",
+            Values(name="etp", among=[c.tp], near=c.expert_split),
             _ONE_BLOCK,
         )
-    if parallel.ep > 1 and parallel.cp > 1:
+    if c.ep > 1 and c.cp > 1:
         yield Problem(
-            f"--reproducible with --cp {parallel.cp} gathers the positions of experts, between which --ep "
-            f"{parallel.ep} would divide them",
-            Values(name="ep", among=[1], near=parallel.ep),
-            Values(name="cp", among=[1], near=parallel.cp),
+            f"--reproducible with --cp {c.cp} gathers the positions of experts, between which --ep {c.ep} would "
+            "divide them",
+            Values(name="ep", among=[1], near=c.ep),
+            Values(name="cp", among=[1], near=c.cp),
         )
 
 
-@REPRODUCIBLE_RULES.about(*_MODEL)
-def _blocks(config: Config, world_size: int) -> Iterator[str]:
-    given, reproducible = config.training.reproducible_blocks, config.training.reproducible
+def _blocks(c: Settings) -> Iterator[str]:
+    given = c.reproducible_blocks
     if given is None:
         return
-    if not reproducible:
+    if not c.reproducible:
         yield f"--reproducible-blocks {given} says how --reproducible computes: add --reproducible, or leave it out"
     elif given & (given - 1):
         powers = [1 << exponent for exponent in range(given.bit_length() + 1)]
@@ -105,21 +101,20 @@ def _blocks(config: Config, world_size: int) -> Iterator[str]:
             f"--reproducible-blocks {given} must be a power of two",
             Values(name="reproducible_blocks", among=powers, near=given, bare=True, most=2),
         )
-    elif undivided := list(_indivisible(config, given)):
+    elif undivided := list(_indivisible(_config(c), given)):
         yield Problem(
             f"--reproducible-blocks {given} must divide {' and '.join(undivided)}",
-            Values(name="reproducible_blocks", among=_possible(config), near=given, bare=True),
-            Change("leave it out", {"reproducible_blocks": None}),
+            Values(name="reproducible_blocks", among=_possible(_config(c)), near=given, bare=True),
+            c.without("reproducible_blocks"),
         )
 
 
-@REPRODUCIBLE_RULES.about(*_MODEL, "tp")
-def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
-    tp, count = config.parallel.tp, canonical_blocks(config)
-    if not config.training.reproducible or count & (count - 1):
+def _tensor_parallel(c: Settings) -> Iterator[str]:
+    tp, count = c.tp, _blocks_of(c)
+    if not c.reproducible or count & (count - 1):
         return
-    if count == 1 and tp > 1 and config.training.reproducible_blocks is None:
-        undivided = " and ".join(_indivisible(config, 2))
+    if count == 1 and tp > 1 and c.reproducible_blocks is None:
+        undivided = " and ".join(_indivisible(_config(c), 2))
         said = f"--reproducible with --tp {tp} needs sums in blocks, which the ranks divide, but {undivided} cannot be "
         said += "divided by 2"
         yield Problem(said, Values(name="tp", among=[1], near=tp), _ONE_BLOCK)
@@ -128,21 +123,19 @@ def _tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         yield Problem(said, divisors_of("tp", tp, count), _ONE_BLOCK)
 
 
-@REPRODUCIBLE_RULES.about(*_MODEL, "tp", "cp", "cp_comm")
-def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
-    parallel, count = config.parallel, canonical_blocks(config)
-    tp, cp = parallel.tp, parallel.cp
-    if cp == 1 or not config.training.reproducible:
+def _context_parallel(c: Settings) -> Iterator[str]:
+    tp, cp, count = c.tp, c.cp, _blocks_of(c)
+    if cp == 1 or not c.reproducible:
         return
-    if parallel.cp_comm not in ("auto", "ulysses"):
+    if c.cp_comm not in ("auto", "ulysses"):
         yield (
-            f"--cp-comm {parallel.cp_comm} adds up parts of attention, which rounds otherwise than one process: with "
+            f"--cp-comm {c.cp_comm} adds up parts of attention, which rounds otherwise than one process: with "
             "--reproducible use --cp-comm ulysses, or leave --cp-comm out"
         )
     if count & (count - 1):
         return
     if count == 1:
-        undivided = list(_indivisible(config, 2))
+        undivided = list(_indivisible(_config(c), 2))
         reason = f"{' and '.join(undivided)} cannot be divided by 2" if undivided else "--reproducible-blocks is 1"
         yield Problem(
             f"--reproducible with --cp {cp} needs sums in blocks, which the ranks divide, but {reason}",
@@ -158,7 +151,7 @@ def _context_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"--reproducible computes sums in {count} blocks, and their number must be a multiple of both "
             f"2 x --cp = {2 * cp} and --tp x --cp = {tp * cp}",
             Values(name="cp", among=accepted, near=cp),
-            Change("leave --reproducible out", {"reproducible": False}),
+            c.out("reproducible"),
         )
 
 
@@ -167,13 +160,24 @@ def _fits(count: int, tp: int, cp: int) -> bool:
     return cp == 1 or (count % (2 * cp) == 0 and count % (tp * cp) == 0)
 
 
-@REPRODUCIBLE_RULES.about(*_MODEL, "compile")
-def _compiled(config: Config, world_size: int) -> Iterator[str]:
-    if config.training.compile and canonical_blocks(config) > 1:
+def _compiled(c: Settings) -> Iterator[str]:
+    if c.compile and _blocks_of(c) > 1:
         yield (
             "--reproducible computes sums in blocks, which --compile would fuse differently in each layout: "
             "add --reproducible-blocks 1, with which another --tp rounds differently, or leave --compile out"
         )
 
 
+def _config(c: Settings) -> Config:
+    """The configuration, once all sizes that are divided into blocks can be read."""
+    c.read(*_SIZES)
+    config: Config = c.config
+    return config
+
+
+def _blocks_of(c: Settings) -> int:
+    return canonical_blocks(_config(c)) if c.reproducible else 1
+
+
 _ONE_BLOCK = Change("--reproducible-blocks 1, with which another --tp rounds differently", {"reproducible_blocks": 1})
+REPRODUCIBLE_RULES: Sequence[Rule] = (_experts, _blocks, _tensor_parallel, _context_parallel, _compiled)

@@ -1,25 +1,348 @@
-"""Constraints between sections: how a module of them states the ones that it has."""
+"""Rules between fields as rows: a row says when it is violated, in which words, and which values keep it.
+
+    Divides("tp", "num_attention_heads")            --tp 3 must divide --num-attention-heads 16: use 1
+    AtMost("moe_router_topk", "num_experts")        --moe-router-topk 8 must be at most --num-experts 4: use 4 or less
+    Excludes("init_from_hf", "load")                ... exclude each other: leave one of them out
+    Annotated[float, Needs(lr_decay_style="WSD")]   ... has no effect with --lr-decay-style cosine: leave it out
+
+A rule that computes something real is a function of `Settings`. Rules within a section are in its class, those between
+sections in constraints.py; validation.py checks them all. A term of a row names a field that is not at its default, or
+a field with a value that it has or has not: `recompute=light`, `norm_placement!=before`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
-from megacore.config.schema import Config
+from megacore.config.messages import one_of
+from megacore.config.problem import Change, Problem, Values, Way, divisors_of, multiples_of, up_to
+from megacore.config.spelling import OWNERS, flag, flag_and_value, with_value
 
-Rule = Callable[[Config, int], Iterator[str]]
-"""Yields what is wrong with a configuration on a number of processes."""
 FURTHER = 64
 """Values beyond a bound that are tried."""
 
 
-class Rules(list[tuple[frozenset[str], Rule]]):
-    """Constraints, each with the fields that it reads."""
+class Unread(Exception):
+    """A rule reads a field whose value is refused, so that nothing can be said."""
 
-    def about(self, *names: str) -> Callable[[Rule], Rule]:
-        """Adds a constraint. It is checked only if the value of each of these fields is valid by itself."""
 
-        def add(rule: Rule) -> Rule:
-            self.append((frozenset(names), rule))
-            return rule
+class Settings:
+    """The fields of sections by name, as rules read them. A property of a section reads its fields from here too.
 
-        return add
+    Args:
+        sections: of the configuration.
+        wrong: fields whose value is refused whatever the others are. Who reads one raises `Unread`.
+        further: other attributes.
+    """
+
+    def __init__(self, sections: Sequence[Any], wrong: frozenset[str], **further: Any) -> None:
+        values, infos = self.__dict__, dict[str, Any]()
+        for section in sections:
+            values.update(section.__dict__)
+            infos.update(section.infos)
+        given = {name for section in sections for name in section.set_fields}
+        for name in wrong:
+            values.pop(name, None)
+        values.update(further, _kinds=list(map(type, sections)), _infos=infos, _given=given, _wrong=wrong)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._wrong:
+            raise Unread
+        for kind in self._kinds:
+            found = getattr(kind, name, None)
+            if isinstance(found, property) and found.fget is not None:
+                return found.fget(self)
+            if found is not None and callable(found):
+                return MethodType(found, self)
+        raise AttributeError(f"no section has {name}")
+
+    def read(self, *names: str) -> None:
+        """End the rule if the value of one of these fields is refused."""
+        for name in names:
+            getattr(self, name)
+
+    def default(self, name: str) -> Any:
+        """The default of a field that has one."""
+        return self._infos[name].default
+
+    def is_set(self, name: str) -> bool:
+        """Whether a field has neither its default nor that of an earlier version, which its files have written out."""
+        self.read(name)
+        return name in self._given
+
+    def hold(self, terms: Iterable[str]) -> bool:
+        """Whether all of some terms hold."""
+        return all(map(self._holds, terms))
+
+    def _holds(self, term: str) -> bool:
+        name, equals, text = term.partition("=")
+        if not equals:
+            return self.is_set(name)
+        return (str(getattr(self, name.removesuffix("!"))) == text) != name.endswith("!")
+
+    def given(self, name: str) -> str:
+        """A field with its value, as on a command line."""
+        return flag_and_value(name, getattr(self, name))
+
+    def example(self, name: str) -> str:
+        """A field as it may be given."""
+        info = self._infos[name]
+        if info.kind is str:
+            return with_value(info.flag, info.metavar)
+        return str(info.flag) if info.example is None else flag_and_value(name, info.example)
+
+    def without(self, name: str, text: str = "leave it out") -> Change:
+        """The way out that leaves a field at its default."""
+        return Change(text, {name: self.default(name)})
+
+    def out(self, name: str) -> Change:
+        """The same with its name."""
+        return self.without(name, f"leave {flag(name)} out")
+
+    def violated(self, rules: Iterable[Rule]) -> Iterator[str]:
+        """What is violated of some rules."""
+        for rule in rules:
+            try:
+                yield from rule(self)
+            except Unread:
+                continue
+
+
+Rule = Callable[[Settings], Iterable[str]]
+"""Yields what is wrong."""
+
+
+def _field(term: str) -> str:
+    return term.partition("=")[0].removesuffix("!")
+
+
+def use(name: str, value: Any) -> Change:
+    """The way out that gives a field a value."""
+    return Change(f"use {flag_and_value(name, value)}", {name: value})
+
+
+@dataclass(frozen=True)
+class Out:
+    """The way out that leaves a flag out; the first of a row's flags is called it."""
+
+    name: str = ""
+
+
+OUT = Out()
+
+
+class Excludes:
+    """Terms that do not hold together.
+
+    Args:
+        terms: two or more, in one text.
+        said: what is wrong, with {0}, {1}, ... for the flags of the terms.
+        use: ways out, as by default to leave one of the flags out; None: it says that itself. A text is not tried.
+    """
+
+    def __init__(self, terms: str, said: str = "{0} and {1} exclude each other", *use: Way | str | Out | None) -> None:
+        self.terms, self.said, self.use = terms.split(), said, use or ("leave one of them out",)
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        if c.hold(self.terms):
+            names = [_field(term) for term in self.terms]
+            given = [c.given(name) for name in names]
+            ways = (
+                (c.out(way.name) if way.name else c.without(names[0]))
+                if isinstance(way, Out)
+                else Change(way.format(*given))
+                if isinstance(way, str)
+                else way
+                for way in self.use
+            )
+            yield Problem(self.said.format(*given), *ways)
+
+
+class Needs:
+    """What a field has no effect without, in its annotation: a flag that is given, or fields with one of some values.
+
+    Args:
+        owner: a field that must not be at its default.
+        values: fields with what they must be: a value, several, which are not tried, or a range from the least on.
+    """
+
+    def __init__(self, owner: str | None = None, **values: Any) -> None:
+        self.owner, self.values = owner, values
+
+    def lacking(self, c: Settings) -> str | None:
+        """The first field that is not as it must be."""
+        if self.owner is not None and not c.is_set(self.owner):
+            return self.owner
+        return next((name for name, wanted in self.values.items() if not _accepts(wanted, getattr(c, name))), None)
+
+    def violated(self, c: Settings, field: str) -> Iterator[str]:
+        """That a field is set although it has no effect."""
+        if not c.is_set(field) or (name := self.lacking(c)) is None:
+            return
+        has_no_value = not c.default(name) and (name == self.owner or self.values[name] is True)
+        given = f"without {flag(name)}" if has_no_value else f"with {c.given(name)}"
+        # --clip-grad-adaptive z-threshold=3 would turn on what it needs.
+        own = has_no_value and OWNERS.get(field, ("",))[0] == name
+        said = f"{flag_and_value(field, getattr(c, field), own=own)} has no effect {given}"
+        # That the owner is missing joins its parameters to no group: each names it as a way out.
+        yield Problem(said, c.without(field), self._way(c, name), only=(field,) if has_no_value else ())
+
+    def _way(self, c: Settings, name: str) -> Way:
+        if name == self.owner:
+            return use(name, True) if c.default(name) is False else Change(f"use {c.example(name)}")
+        wanted, near = self.values[name], getattr(c, name)
+        if isinstance(wanted, range):
+            return Values(name=name, among=wanted, near=near, bound="or more")
+        if wanted == c.default(name) and not wanted:
+            return c.out(name)
+        if not isinstance(wanted, tuple):
+            return use(name, wanted)
+        if isinstance(wanted[0], int):
+            return Values(name=name, among=wanted, near=near)
+        return Change(f"use {with_value(flag(name), one_of(wanted))}")
+
+
+def _accepts(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, range):
+        return bool(value >= wanted.start)
+    return value in wanted if isinstance(wanted, tuple) else value == wanted
+
+
+@dataclass(frozen=True)
+class Divides:
+    """The value of a field divides that of another one; `when` terms hold.
+
+    Attributes:
+        name: of the divisor.
+        number: of what it divides.
+        multiple: whether another value of that is a way out.
+        when: terms.
+    """
+
+    name: str
+    number: str
+    multiple: bool = True
+    when: Sequence[str] = ()
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        if not c.hold(self.when):
+            return
+        divisor, value = getattr(c, self.name), getattr(c, self.number)
+        if divisor and value and value % divisor:
+            yield Problem(
+                f"{c.given(self.name)} must divide {c.given(self.number)}",
+                divisors_of(self.name, divisor, value, bare=not self.multiple),
+                multiples_of(self.number, value, divisor) if self.multiple else None,
+            )
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """The value of a field is a multiple of another one's; `when` terms hold."""
+
+    name: str
+    unit: str
+    when: Sequence[str] = ()
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        if not c.hold(self.when):
+            return
+        value, unit = getattr(c, self.name), getattr(c, self.unit)
+        if value % unit:
+            yield Problem(
+                f"{c.given(self.name)} must be a multiple of {c.given(self.unit)}",
+                multiples_of(self.name, value, unit),
+                divisors_of(self.unit, unit, value),
+            )
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """The value of a field is at most, or below, that of another one; `when` terms hold. None is within any bound.
+
+    Attributes:
+        name: of the field.
+        bound: the other one.
+        below: it is not equal either.
+        least: from which values of the field are tried.
+        why: follows the constraint.
+        use: ways out beside a smaller value: `more` of the bound, `larger` without naming a value, or `out`, without
+            the flag.
+        when: terms.
+    """
+
+    name: str
+    bound: str
+    below: bool = False
+    least: int = 1
+    why: str = ""
+    use: Sequence[str] = ()
+    when: Sequence[str] = ()
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        value, bound = getattr(c, self.name), getattr(c, self.bound)
+        if value is None or bound is None or value < bound or (value == bound and not self.below):
+            return
+        if not c.hold(self.when):
+            return
+        words = "below" if self.below else "at most"
+        said = f"{c.given(self.name)} must be {words} {_beside(c, self.name, self.bound)}{self.why}"
+        if isinstance(bound, float):
+            yield Problem(said, *self._rates(c, value, bound))
+            return
+        ways: dict[str, Way] = {
+            "more": Values(name=self.bound, among=range(value, value + FURTHER), near=bound, bound="or more"),
+            "larger": larger(self.bound, value),
+            "out": c.without(self.name),
+        }
+        less = up_to(self.name, value, bound - self.below, low=self.least)
+        yield Problem(said, less, *(ways[way] for way in self.use))
+
+    def _rates(self, c: Settings, value: float, bound: float) -> Iterator[Way]:
+        """Numbers with a fraction that keep the rule; what is just below a bound has no name."""
+        least, most = c.default(self.name), c.default(self.bound)
+        if not self.below:
+            yield Change(f"use {flag_and_value(self.name, bound)} or less", {self.name: bound})
+        elif least is not None and least < bound:
+            yield use(self.name, least)
+        if self.below and most is not None and most > value:
+            yield use(self.bound, most)
+        else:
+            yield Change(f"a larger {flag(self.bound)}")
+
+
+def _beside(c: Settings, name: str, other: str) -> str:
+    """A field with its value, after one of the same flag without that flag."""
+    owners = [OWNERS.get(one, ("",))[0] for one in (name, other)]
+    return c.given(other).partition(" ")[2] if owners[0] and owners[0] == owners[1] else c.given(other)
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The value of a field is at least, or above, that of another one; `when` terms hold. Both have a fraction. None is
+    within any bound."""
+
+    name: str
+    bound: str
+    above: bool = False
+    when: Sequence[str] = ()
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        value, bound, default = getattr(c, self.name), getattr(c, self.bound), c.default(self.name)
+        if value is None or value > bound or (value == bound and not self.above) or not c.hold(self.when):
+            return
+        said = (
+            f"{c.given(self.name)} must be {'above' if self.above else 'at least'} {_beside(c, self.name, self.bound)}"
+        )
+        if not self.above:
+            yield Problem(said, Change(f"use {flag_and_value(self.name, bound)} or more", {self.name: bound}))
+        else:  # what is just above a bound has no name
+            yield Problem(said, use(self.name, default) if default > bound else Change("use a larger one"))
+
+
+def larger(name: str, above: int) -> Change:
+    """A larger number of steps, tried with one that is well above a bound."""
+    return Change(f"a larger {flag(name)}", {name: 2 * (above + 1)})

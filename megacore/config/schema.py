@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_type_hints
 
@@ -45,6 +45,7 @@ from megacore.config.parameter_groups import ParameterGroups
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.rampup import BatchSizes, RampupConfig
+from megacore.config.rules import Rule
 from megacore.config.spelling import flag_and_value
 from megacore.config.spikes import SpikeConfig
 from megacore.config.starting import StartConfig
@@ -82,6 +83,8 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
+    rules: ClassVar[Sequence[Rule]] = ()
+    """What must hold between sections for this entry point only."""
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the
     message."""
@@ -262,20 +265,10 @@ class Config:
         messages = {}
         if self.model.preset is not None and self.model.preset not in self.presets and "preset" not in wrong:
             messages["preset"] = preset_problem(self.model.preset, self.presets)
-        for section in sections_of(type(self)):
-            for name, info in field_infos(type(getattr(self, section))).items():
-                value = getattr(getattr(self, section), name)
-                if name in self.unsupported and name not in wrong and value != info.default:
-                    messages[name] = f"{flag_and_value(name, value)} {self.unsupported[name]}"
+        for name, why in self.unsupported.items():
+            if name not in wrong and name in getattr(self, section_of(type(self), name)).set_fields:
+                messages[name] = f"{flag_and_value(name, self.value(name))} {why}"
         return messages
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        """Yields a message for each violated constraint between sections that only this entry point has.
-
-        Args:
-            wrong: fields whose value is already refused. Constraints on them are not checked.
-        """
-        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)

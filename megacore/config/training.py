@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section, use
-from megacore.config.problem import Change, Problem
+from megacore.config.fields import Flag, Range, Section
+from megacore.config.rules import Excludes, Needs, Rule
 
 MAX_SEED = 2**63 - 1
 
@@ -15,6 +15,19 @@ MAX_SEED = 2**63 - 1
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """Batch sizes, number of steps, evaluation, recomputation, loss, and the output directory."""
+
+    rules: ClassVar[Sequence[Rule]] = (
+        Excludes("skip_train eval_interval=0", "{0} only evaluates, which {1} turns off"),
+        Excludes("skip_train eval_iters=0", "{0} only evaluates, which {1} turns off"),
+        Excludes(
+            "offload_activations recompute=light",
+            "{0} is not possible with {1}, which decides per tensor what to save",
+            "use --recompute none, selective or full",
+        ),
+        Excludes(
+            "offload_activations compile", "{0} is not possible with {1}, whose code keeps its activations itself"
+        ),
+    )
 
     micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
     """Samples in one forward pass of one replica."""
@@ -52,12 +65,12 @@ class TrainingConfig(Section):
     """What backward computes again instead of saving it. selective: attention between its projections. light: outputs
     of norms and of the MLP's activation, without effect with --compile. full: whole blocks. Results are bitwise the
     same."""
-    recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
+    recompute_num_layers: Annotated[int | None, Range(1), Flag(), Needs(recompute="full")] = None
     """First blocks of each pipeline stage that --recompute full applies to. Default: all of them."""
     offload_activations: bool = False
     """Copies saved activations to host memory while the next block computes, and back in backward. The device holds
     those of two blocks. No effect on a CPU."""
-    distribute_saved_activations: bool = False
+    distribute_saved_activations: Annotated[bool, Needs(recompute="full")] = False
     """Shards the block inputs that --recompute full saves over the --tp ranks. --sequence-parallel already does."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions some masks run in blocks
@@ -81,34 +94,6 @@ class TrainingConfig(Section):
     logits again. Default: the fewest with at most 2 GiB of logits."""
     memory_check: bool = True
     """Refuses a run that needs more memory than is available, and says what would fit (docs/guides/memory.md)."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        for name in ("eval_interval", "eval_iters") if self.skip_train else ():
-            if getattr(self, name) == 0 and not wrong & {"skip_train", name}:
-                off = f"--{name.replace('_', '-')} 0"
-                yield f"--skip-train only evaluates, which {off} turns off: leave one of them out"
-        if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
-            yield Problem(
-                f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}",
-                Change("leave it out", {"recompute_num_layers": None}),
-                use("recompute", "full"),
-            )
-        if self.offload_activations and "offload_activations" not in wrong:
-            if self.recompute == "light" and "recompute" not in wrong:
-                yield (
-                    "--offload-activations is not possible with --recompute light, which decides per tensor what to "
-                    "save: use --recompute none, selective or full"
-                )
-            if self.compile and "compile" not in wrong:
-                yield (
-                    "--offload-activations is not possible with --compile, whose code keeps its activations itself: "
-                    "leave one of them out"
-                )
-        if self.recompute != "full" and "recompute" not in wrong:
-            how = f"--recompute {self.recompute}"
-            yield from self.without_effect(("distribute_saved_activations",), wrong, how, "--recompute full")
-        if not self.compile and "compile" not in wrong:
-            yield from self.without_effect(("compile_backend",), wrong, "--no-compile", "--compile")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
 """Every violated constraint of a configuration, each with the way out.
 
-A section validates its fields (`Section.wrong_fields`, `Section.constraints`). What must hold between sections is in
-the modules of rules, each about one subject; a new constraint joins those of its subject (rules.py). missing_files.py
-asks the disk.
+A section validates its fields (`Section.wrong_fields`) and what must hold between them (`Section.violated`). What must
+hold between sections is in constraints.py. missing_files.py asks the disk.
 """
 
 from __future__ import annotations
@@ -10,31 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
-from megacore.config.batch_rules import BATCH_RULES
-from megacore.config.compression import COMPRESSION_RULES
-from megacore.config.data_rules import DATA_RULES
+from megacore.config.constraints import RULES, idle_optimizers, settings_of
 from megacore.config.dimensions import degree_fields, fill_degrees
-from megacore.config.duration_rules import DURATION_RULES
-from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section
-from megacore.config.layout_rules import LAYOUT_RULES
-from megacore.config.optimizer_rules import OPTIMIZER_RULES
 from megacore.config.problem import WORLD_SIZE
-from megacore.config.proposals import with_tried_ways
-from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
-from megacore.config.search_start import Searched, nearest_start, with_other_values
+from megacore.config.solve import Searched, nearest_start, with_other_values, with_tried_ways
 from megacore.config.spelling import flag
-
-_RULES = [
-    *chain(
-        EXPERT_RULES, REPRODUCIBLE_RULES, COMPRESSION_RULES, LAYOUT_RULES, BATCH_RULES, DURATION_RULES, DATA_RULES,
-        OPTIMIZER_RULES,
-    )
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +120,18 @@ def violations(
         on_cpu: whether the ranks compute on a CPU, whose defaults the rules then see, or else on accelerators. None:
             not known, and what the device decides counts as off.
     """
-    sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
-    wrong_by_section = [section.wrong_fields() for section in sections]
+    names, idle = sections_of(type(config)), idle_optimizers(config)
+    sections: list[Section] = [getattr(config, name) for name in names]
+    # A value that nothing reads need not be in its range.
+    wrong_by_section = [{} if name in idle else getattr(config, name).wrong_fields() for name in names]
     wrong = unread.union(*wrong_by_section)
     refused = config.wrong_fields(wrong)
     wrong |= refused.keys()
     problems = list(refused.values())
+    c = settings_of(config, world_size, wrong)
     for section, messages in zip(sections, wrong_by_section, strict=True):
         problems += [message for name, message in messages.items() if name not in unread]
-        problems += section.constraints(wrong)
+        problems += section.violated(c)
     if on_cpu is not None and not DECIDE_SEQUENCES & wrong:
-        config = config.with_sequences_of_device(on_cpu=on_cpu)
-    for names, rule in _RULES:
-        if not names & wrong:
-            problems += rule(config, world_size)
-    return [*problems, *config.constraints(wrong)]
+        c = settings_of(config.with_sequences_of_device(on_cpu=on_cpu), world_size, wrong)
+    return [*problems, *c.violated(RULES), *c.violated(config.rules)]

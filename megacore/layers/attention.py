@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.config.layout_rules import undivided_heads
+from megacore.config.constraints import undivided_heads
 from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import HeadNorm, JointHeadNorm, NormOfEachHead, build_norm

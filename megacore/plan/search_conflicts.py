@@ -13,7 +13,7 @@ from megacore.config import ResolvedConfig, violations
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.problem import Problem
-from megacore.config.proposals import fields_of
+from megacore.config.solve import fields_of
 from megacore.config.spelling import flag, flag_and_value
 from megacore.plan.cluster import Cluster
 from megacore.plan.search import Found, search

@@ -14,6 +14,7 @@ import pytest
 
 from megacore.config import SECTIONS, Config, violations
 from megacore.config.fields import FieldInfo, field_infos
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.spelling import flag
 from megacore.config.validation import Validation, degrees_product
 from tests.unit.refusals import field_of, proposals
@@ -89,14 +90,16 @@ _BEYOND = (0, -1, -(2**70), 2**70, 0.5, math.nan, math.inf, -math.inf)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: str) -> None:
     """Whatever the field, and without an exception."""
+    chosen = {"optimizer": section} if section in OPTIMIZERS else {}  # whose settings are read
     for info in field_infos(SECTIONS[section]).values():
         for value in _wrong_values(info):
-            about = [one for one in violations(make(**{info.name: value}), 1) if re.match(rf"{info.flag}[ =]", one)]
+            given = {info.name: value, **chosen}
+            about = [one for one in violations(make(**given), 1) if re.match(rf"{info.flag}[ =]", one)]
             assert about, f"{info.flag} {value}"
             proposed = [change for change in proposals(about[0]) if set(map(flag, change)) == {info.flag}]
             assert proposed or not info.range or "give a number" in about[0], about
             for change in proposed:
-                changed = make(**dict(zip([info.name], change.values(), strict=True)))
+                changed = make(**{**chosen, **dict(zip([info.name], change.values(), strict=True))})
                 assert info.name not in getattr(changed, section).wrong_fields(), about
 
 

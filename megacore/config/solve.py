@@ -1,10 +1,12 @@
-"""Ways out of violated constraints, tried on all constraints before they are offered.
+"""What to change where rules are violated: each proposal is tried on all rules before it is made.
 
-Constraints that share a flag are one group: a value that keeps one of them may violate another. What is offered keeps
-all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the nearest
-combination of flags is, and where there is none, other numbers of processes, with other flags if need be: a best-first
-search over the values that the violated constraints themselves state. The first constraint of a group names it for all
-of them. This runs only after something is refused, and takes a second or two at most.
+Violated rules that share a flag are one group: a value that keeps one of them may violate another. What is proposed
+keeps all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the
+nearest combination of flags is, and where there is none, other numbers of processes, with other flags if need be: a
+best-first search over the values that the violated rules themselves state (`solve`). The first problem of a group names
+the combination for all of them.
+
+This runs only after something is refused, and takes a second or two at most.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, message
+from megacore.config.schema import Config
 from megacore.config.spelling import fields_in, flag, flag_and_value, is_shared
 
 Changes = Mapping[str, Any]
 Recheck = Callable[[Changes], Sequence[str]]
 """The violated constraints after fields have other values."""
+Steps = Callable[[Sequence[str], Changes], Iterable[tuple[Changes, float]]]
 
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
@@ -181,7 +185,7 @@ class _Group:
         return self._nearest(processes=beside)
 
     def _nearest(self, *, processes: Sequence[int]) -> dict[str, Any]:
-        """A combination, found by a best-first search.
+        """A combination that leaves nothing; empty, if there is none near.
 
         Args:
             processes: numbers of processes that are tried, nearest first.
@@ -189,23 +193,39 @@ class _Group:
         alone = next((number for number in processes if self._solves({WORLD_SIZE: number})), None)
         if alone is not None:
             return {WORLD_SIZE: alone}
-        order = itertools.count()
-        # What is left to be refused, changes and their distances; first what is nearest to a way out.
-        queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), self.problems, {}, 0)]
-        tried: set[frozenset[tuple[str, Any]]] = set()
-        while queue and len(tried) < _MOST_TRIED:
-            _, _, left, changes, distance = heapq.heappop(queue)
-            if not left:
-                return changes
-            steps = _steps(left, changes, processes=bool(processes)) if len(changes) < _MOST_CHANGED else ()
-            for further, length in steps:
-                changed = {**changes, **further}
-                if (key := frozenset(changed.items())) in tried:
-                    continue
-                tried.add(key)
-                others, total = self._left(changed), distance + length
-                heapq.heappush(queue, (total + 2 * len(changed) + 2 * len(others), next(order), others, changed, total))
-        return next((changes for _, _, left, changes, _ in sorted(queue) if not left), {})
+        left, changes = solve(self.problems, self._left, partial(_steps, processes=bool(processes)))
+        return {} if left else changes
+
+
+def solve(problems: Sequence[str], recheck: Recheck, steps: Steps) -> tuple[Sequence[str], dict[str, Any]]:
+    """The nearest changes of fields after which nothing is violated, or else the least: a best-first search.
+
+    Args:
+        problems: what is violated.
+        recheck: what is violated after changes.
+        steps: further changes, each with its distance, from what is violated after some.
+
+    Returns:
+        What is left, and the changes.
+    """
+    order, tried = itertools.count(), set[frozenset[tuple[str, Any]]]()
+    # What is left, changes and their distances; first what is nearest to a way out.
+    queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), problems, {}, 0)]
+    best = problems, dict[str, Any]()
+    while queue and len(tried) < _MOST_TRIED:
+        _, _, left, changes, distance = heapq.heappop(queue)
+        if len(left) < len(best[0]):
+            best = left, changes
+        if not left:
+            return best
+        for further, length in steps(left, changes) if len(changes) < _MOST_CHANGED else ():
+            changed = {**changes, **further}
+            if (key := frozenset(changed.items())) in tried:
+                continue
+            tried.add(key)
+            others, total = recheck(changed), distance + length
+            heapq.heappush(queue, (total + 2 * len(changed) + 2 * len(others), next(order), others, changed, total))
+    return min([best, *((left, changes) for _, _, left, changes, _ in sorted(queue))], key=lambda one: len(one[0]))
 
 
 def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterator[tuple[Changes, float]]:
@@ -241,6 +261,8 @@ def _combined(changes: Changes) -> str:
 
 def fields_of(problem: str) -> frozenset[str]:
     """The fields that a constraint is about."""
+    if isinstance(problem, Problem) and problem.only:
+        return problem.only
     said = problem.said if isinstance(problem, Problem) else problem.partition(": ")[0]
     named = fields_in(said)
     also = problem.about if isinstance(problem, Problem) else frozenset()
@@ -266,3 +288,124 @@ def _groups(found: Sequence[str]) -> list[list[int]]:
             groups.remove(group)
         groups.append((fields, places))
     return [sorted(places) for _, places in groups]
+
+
+# ---- where a search of layouts begins --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search of layouts chooses. Flags that need certain values of it, as --zero-shard-size 2 needs ZeRO and an
+    even number of replicas, get them: a search has both among its layouts, and begins from one that has.
+
+    Attributes:
+        ranks: number of ranks that it divides.
+        values: of each field that it chooses, by name: what it may be, given the configuration.
+        allows: whether a field may have a value within the limits of the search, which no way out may exceed.
+    """
+
+    ranks: int
+    values: Callable[[Config], Mapping[str, Sequence[Any]]]
+    allows: Callable[[str, Any], bool]
+
+
+def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes:
+    """The values by which the fewest constraints are violated, as few of them as may be.
+
+    It changes one or two fields at a time, those that the violated constraints are about, as long as fewer are
+    violated, or the same ones with more values to offer.
+
+    Args:
+        values: that fields may take, by field.
+        left: the violated constraints after fields have other values.
+    """
+    changes: dict[str, Any] = {}
+    problems = left(changes)
+    while problems:
+        known = len(problems)
+        single = [(left({**changes, **one}), one) for one in _values_among(problems, changes, values)]
+        pairs = (
+            (left({**changes, **one, **two}), {**one, **two})
+            for remaining, one in single
+            for two in _values_among(remaining, {**changes, **one}, values)
+        )
+        better = _fewest(single, known) or _fewest(pairs, known) or _with_most_ways(problems, single)
+        if better is None:
+            break
+        problems, further = better
+        changes |= further
+    return changes
+
+
+def _values_among(
+    problems: Sequence[str], changes: Changes, values: Mapping[str, Sequence[Any]]
+) -> Iterator[dict[str, Any]]:
+    """Other values of the fields that constraints are about, each of one field."""
+    about = frozenset[str]().union(*map(fields_of, problems))
+    for name, possible in values.items():
+        if name in about and name not in changes:
+            for value in possible:
+                yield {name: value}
+
+
+def _with_most_ways(
+    problems: Sequence[str], tried: Iterable[tuple[Sequence[str], dict[str, Any]]]
+) -> tuple[Sequence[str], dict[str, Any]] | None:
+    """Where the same constraints are violated with more values to offer, as for a divisor of more replicas."""
+    about, most, best = [*map(fields_of, problems)], _offered(problems), None
+    for one in tried:
+        if [*map(fields_of, one[0])] == about and (number := _offered(one[0])) > most:
+            best, most = one, number
+    return best
+
+
+def _offered(problems: Sequence[str]) -> int:
+    """The number of values that violated constraints offer."""
+    ways = [way for problem in problems if isinstance(problem, Problem) for way in problem.ways]
+    return sum(len(way.among) for way in ways if isinstance(way, Values) and not way.bound)
+
+
+def _fewest(
+    tried: Iterable[tuple[Sequence[str], dict[str, Any]]], known: int
+) -> tuple[Sequence[str], dict[str, Any]] | None:
+    """The first of those that leave no problem, or else the fewest, if that is fewer than are known."""
+    best = None
+    for one in tried:
+        if (number := len(one[0])) < known:
+            best, known = one, number
+        if not known:
+            break
+    return best
+
+
+def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], recheck: Recheck) -> str:
+    """The message about a constraint. Where values of one field that a search chooses keep it, and all of them violate
+    another constraint, it names that first and has the ways out of both.
+
+    Args:
+        problem: a violated constraint.
+        values: that fields may take, by field.
+        recheck: the violated constraints after fields have other values.
+    """
+    if not isinstance(problem, Problem):
+        return problem
+    known = frozenset(map(fields_of, recheck({})))
+    for name in (name for name in values if name in fields_of(problem)):
+        keeping = [
+            (step, [one for one in others if fields_of(one) not in known])
+            for step in _values_among([problem], {}, {name: values[name]})
+            if fields_of(problem) not in map(fields_of, others := recheck(step))
+        ]
+        if not keeping:
+            continue
+        step, new = keeping[0]
+        if len(new) == 1 and isinstance(new[0], Problem) and all(other for _, other in keeping):
+            further = [
+                Change(way.text, {**step, **way.values})
+                for way in new[0].ways
+                if isinstance(way, Change) and way.values
+            ]
+            own = [way for way in problem.ways if not (isinstance(way, Values) and way.name == name)]
+            both = f"{new[0].said}, and {problem.said}"
+            return Problem(both, *further, *own, about=(*fields_of(problem), *fields_of(new[0])))
+    return problem

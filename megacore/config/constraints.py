@@ -1,0 +1,713 @@
+"""What must hold between the sections of a configuration: one row or function per rule, by subject.
+
+Rules within a section are in its class, and those of an entry point's kind in that (bert.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megacore.config.checkpoint import AUTO
+from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
+from megacore.config.fields import LARGEST_INT
+from megacore.config.flags import field_of_optimizer
+from megacore.config.messages import counted, divisors, number, one_of
+from megacore.config.mup import MUP_OPTIMIZERS
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.pipeline_layout import parse_layout
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, message, multiples_of, up_to
+from megacore.config.rampup import ramp_problems
+from megacore.config.reproducible import REPRODUCIBLE_RULES
+from megacore.config.rules import FURTHER, OUT, AtMost, Divides, Excludes, Out, Rule, Settings, larger, use
+from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
+from megacore.config.spelling import OWNERS, PARAMETERS, flag, flag_and_value
+
+
+def settings_of(config: Config, world_size: int = 1, wrong: frozenset[str] = frozenset()) -> Settings:
+    """A configuration as rules read it, with the number of processes; `wrong` as for `Settings`."""
+    sections = [getattr(config, name) for name in sections_of(type(config))]
+    return Settings(sections, wrong, config=config, world_size=world_size)
+
+
+# ---- ranks and what they divide --------------------------------------------------------------------------------------
+
+
+def _processes(c: Settings) -> Iterator[str]:
+    """The product of the degrees is the number of processes, or divides it where one is left open."""
+    given = {name: degree for name in degree_fields() if (degree := getattr(c, name)) is not None}
+    given = {name: degree for name, degree in given.items() if name in named_degrees(given)}
+    product, world_size = math.prod(given.values()), c.world_size
+    processes = f"the run has {counted(world_size, 'process', 'processes')}"
+    equation = f"{' x '.join(map(c.given, given))} = {product}"
+    # Of each field: the processes that the other degrees leave it, if they are a whole number.
+    left = {
+        name: world_size // (product // degree)
+        for name, degree in given.items()
+        if world_size % (product // degree) == 0
+    }
+    last = degree_fields()[-1]
+    if last in given and product != world_size:
+        yield Problem(
+            f"{equation}, but {processes}",
+            *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items()),
+            c.out(last) if last in left else None,
+            Values(name=WORLD_SIZE, among=[product], near=world_size),
+        )
+    if last not in given and world_size % product:
+        yield Problem(
+            f"{equation} must divide the number of processes, but {processes}",
+            *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items() if degree > 1),
+            multiples_of(WORLD_SIZE, world_size, product),
+            about=(last,),
+        )
+
+
+def _shards(c: Settings) -> Iterator[str]:
+    """The ranks that ZeRO shards over are all replicas, or groups of the same size."""
+    size, replicas = c.zero_shard_size, size_of_role("replicas", fill_degrees(c, c.world_size))
+    if size is not None and replicas % size:
+        possible = [count for count in divisors(replicas, most=None) if count > 1] if replicas else []
+        yield Problem(
+            f"--zero-shard-size {size} must divide the number of --dp x --cp ranks, {replicas}",
+            Values(name="zero_shard_size", among=possible, near=size, bare=True),
+            None if possible else c.without("zero_shard_size"),
+            about=degree_fields(),
+        )
+
+
+def _groups(c: Settings) -> Iterator[str]:
+    """Ranks divide the groups of heads, or ranks of one group divide its rows."""
+    tp, groups, rows = c.tp, c.query_groups, 2 * c.head_size  # rows: key and value of a group
+    if c.num_query_groups is None or c.num_attention_heads % groups or c.num_attention_heads % tp:
+        return  # no groups, or another rule reports it
+
+    def fits(ranks: int) -> bool:
+        return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
+
+    if not fits(tp):
+        accepted = [ranks for ranks in divisors(c.num_attention_heads, most=None) if fits(ranks)]
+        yield Problem(
+            f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides the {rows} rows "
+            "of each group's key and value",
+            Values(name="tp", among=accepted, near=tp),
+        )
+
+
+def _ffn(c: Settings) -> Iterator[str]:
+    tp, ffn = c.tp, c.inner_size
+    if ffn % tp:
+        derived = "" if c.ffn_hidden_size else " (4 x --hidden-size)"
+        yield Problem(
+            f"--tp {tp} must divide --ffn-hidden-size {ffn}{derived}",
+            divisors_of("tp", tp, ffn),
+            multiples_of("ffn_hidden_size", ffn, tp),
+        )
+
+
+def _sequence_split(c: Settings) -> Iterator[str]:
+    """Ranks that share a sequence hold equal parts of it."""
+    length, tp, cp, split = c.seq_length, c.tp, c.cp, bool(c.sequence_parallel)
+    if cp > 1 and length % (unit := c.sequence_unit(sequence_parallel=split)):
+        tried = {
+            ranks: replace(c.config.parallel, cp=ranks) for ranks in divisors(length, most=None) if ranks <= 2 * cp
+        }
+        fitting = [
+            ranks for ranks, other in tried.items() if length % other.sequence_unit(sequence_parallel=split) == 0
+        ]
+        over = f", --sequence-parallel and --tp {tp}" if split and tp > 1 else ""
+        yield Problem(
+            f"--seq-length {length} must be a multiple of {unit} with --cp {cp}{over}",
+            multiples_of("seq_length", length, unit),
+            Values(name="cp", among=fitting, near=cp),
+        )
+    elif split and length % tp:
+        yield Problem(
+            f"--tp {tp} must divide --seq-length {length} with --sequence-parallel",
+            multiples_of("seq_length", length, tp),
+            divisors_of("tp", tp, length),
+            Change("leave --sequence-parallel out", {"sequence_parallel": None}),
+        )
+
+
+def _attention_dropout_of_context(c: Settings) -> Iterator[str]:
+    if c.cp > 1 and c.attention_dropout and not c.reproducible:  # whose masks belong to blocks of heads
+        yield Problem(
+            f"{c.given('attention_dropout')} is not possible with --cp {c.cp}, because its ranks would draw "
+            "other masks than one process",
+            Change("--attention-dropout 0 (--hidden-dropout works)", {"attention_dropout": 0.0}),
+            use("reproducible", True),
+            Values(name="cp", among=[1], near=c.cp),
+        )
+
+
+def _heads_of_context(c: Settings) -> Iterator[str]:
+    if c.cp_comm == "ulysses":
+        yield from undivided_heads(c.num_attention_heads, c.query_groups, tp=c.tp, cp=c.cp)
+
+
+def undivided_heads(heads: int, groups: int, *, tp: int, cp: int) -> Iterator[Problem]:
+    """Why --cp-comm ulysses cannot exchange the heads of a tp rank; layers that are built from Python ask too."""
+    held = max(groups // tp, 1)
+    if cp > 1 and heads % tp == 0 and (heads // tp % cp or (held % cp and cp % held)):
+        yield Problem(
+            f"--cp-comm ulysses divides the {counted(heads // tp, 'query head')} and {counted(held, 'key head')} of a "
+            f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it",
+            use("cp_comm", "ring"),
+            use("cp_comm", "allgather"),
+            divisors_of("cp", cp, heads // tp),
+        )
+
+
+def _attention_of_context(c: Settings) -> Iterator[str]:
+    if c.cp > 1 and c.attention == "fused-softmax" and not c.reproducible:  # which computes whole sequences
+        yield Problem(
+            f"--attention fused-softmax is not possible with --cp {c.cp}, because it needs all keys of a row at once",
+            use("attention", "sdpa"),
+            Values(name="cp", among=[1], near=c.cp),
+        )
+
+
+def _stages(c: Settings) -> Iterator[str]:
+    """Every stage of the pipeline has a block, or the layers that a layout gives it."""
+    pp, virtual, layers = c.pp, c.virtual_stages, c.num_layers
+    if c.pipeline_layout is not None:
+        try:
+            parse_layout(c.pipeline_layout, stages=pp * virtual, blocks=layers)
+        except ValueError as error:
+            yield f"--pipeline-layout {c.pipeline_layout}: {error}"
+    elif pp <= layers < pp * virtual:
+        yield Problem(
+            f"--pp {pp} x --virtual-stages {virtual} = {pp * virtual} must be at most --num-layers {layers}",
+            Values(name="virtual_stages", among=range(layers // pp, 0, -1), near=virtual, bound="or less"),
+            Values(name="pp", among=range(layers // virtual, 0, -1), near=pp, bound="or less"),
+            Values(name="num_layers", among=range(pp * virtual, pp * virtual + FURTHER), near=layers, bound="or more"),
+        )
+
+
+def _recomputed(c: Settings) -> Iterator[str]:
+    recomputed, layers = c.recompute_num_layers, c.num_layers
+    if recomputed is None or recomputed <= layers:
+        return
+    most = {"recompute": "full", "recompute_num_layers": layers}  # of which the first may be another problem
+    yield Problem(
+        f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}",
+        up_to("recompute_num_layers", recomputed, layers)
+        if c.recompute == "full"
+        else Change(f"--recompute full --recompute-num-layers {layers}", most),
+        c.without("recompute_num_layers"),
+    )
+
+
+def _distributed_inputs(c: Settings) -> Iterator[str]:
+    """The tp ranks divide the inputs of blocks, which nothing else divides."""
+    tp, hidden, name = c.tp, c.hidden_size, "--distribute-saved-activations"
+    if not c.distribute_saved_activations:
+        return
+    if tp == 1:
+        yield Problem(
+            f"{name} has no effect with --tp 1",
+            c.without("distribute_saved_activations"),
+            Values(name="tp", among=range(2, 34), near=tp, bound="or more"),
+        )
+    elif c.sequence_parallel:
+        yield f"{name} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
+    elif hidden % tp:
+        yield Problem(f"{name} divides --hidden-size {hidden} over --tp {tp}", divisors_of("tp", tp, hidden))
+
+
+def _whole_matrices(c: Settings) -> Iterator[str]:
+    c.read("optimizer")
+    if c.tp > 1:
+        settings = c.config.optimizer_settings
+        if settings.takes_some_whole and not settings.joins_slices:
+            yield Problem(
+                f"--optimizer {c.optimizer} needs whole matrices, which --tp {c.tp} splits",
+                Values(name="tp", among=[1], near=c.tp),
+                Change("use another --optimizer"),
+            )
+
+
+LAYOUT_RULES: Sequence[Rule] = (
+    _processes,
+    _shards,
+    Excludes("zero_shard_size num_experts", "{0} is not possible with {1}, whose experts have other replicas", OUT),
+    Divides("tp", "num_attention_heads", multiple=False),
+    _groups,
+    _ffn,
+    _sequence_split,
+    _attention_dropout_of_context,
+    _heads_of_context,
+    _attention_of_context,
+    AtMost("pp", "num_layers", when=("pipeline_layout=None",), use=("more",)),
+    _stages,
+    _recomputed,
+    _distributed_inputs,
+    _whole_matrices,
+)
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _expert_ranks(c: Settings) -> Iterator[str]:
+    """The ranks of a stage form blocks of --ep x --etp."""
+    experts, tp, ep, etp = c.num_experts, c.tp, c.ep, c.expert_split
+    if experts is None:
+        if ep != 1:
+            yield f"--ep {ep} has no effect without experts: leave it out, or use --num-experts"
+        return
+    if etp not in (1, tp):
+        yield Problem(
+            f"--etp {etp} must be 1 or --tp {tp}", Values(name="etp", among=sorted({1, tp}), near=etp), c.without("etp")
+        )
+        return
+    degrees = fill_degrees(c, c.world_size)
+    block = degrees["dp"] * degrees["cp"] * tp
+    if block and block % (ep * etp):
+        product = " x ".join(f"--{name} {degrees[name]}" for name in ("dp", "cp", "tp") if degrees[name] > 1)
+        given = f"--ep {ep} x --etp {etp} = {ep * etp}" if etp > 1 else f"--ep {ep}"
+        ranks = f"{block} ranks of a stage ({product})" if block > 1 else "only rank of a stage"
+        replicas, others = degrees["dp"], block // degrees["dp"]
+        larger = ep * etp // math.gcd(ep * etp, others)
+        yield Problem(
+            f"{given} must divide the {ranks}",
+            divisors_of("ep", ep, block // etp) if block % etp == 0 else None,
+            multiples_of("dp", replicas, larger),
+            multiples_of(WORLD_SIZE, c.world_size, larger * others * c.pp),
+            about=("dp", *(("etp",) if c.etp is None else ())),
+        )
+
+
+def _tokens_of_ranks(c: Settings) -> Iterator[str]:
+    c.read(*DECIDE_SEQUENCES)  # on accelerators they decide --sequence-parallel
+    if c.num_experts is not None and c.expert_split == 1 < c.tp and not c.sequence_parallel:
+        yield Problem(
+            f"--etp 1 with --tp {c.tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens",
+            Change("add it", {"sequence_parallel": True}),
+            Values(name="etp", among=[c.tp], near=1),
+        )
+
+
+def _widths(c: Settings) -> Iterator[str]:
+    if c.num_experts is None:
+        return
+    split, width = c.expert_split, c.moe_ffn_hidden_size or c.inner_size
+    if width % split:
+        name = "--moe-ffn-hidden-size" if c.moe_ffn_hidden_size else "--ffn-hidden-size"
+        yield Problem(
+            f"--etp {split} must divide {name} {width}",
+            multiples_of("moe_ffn_hidden_size", width, split),
+            divisors_of("tp", c.tp, width) if split == c.tp else None,
+            Values(name="etp", among=[1], near=split),
+        )
+
+
+def _dense_layers(c: Settings) -> Iterator[str]:
+    dense, layers = c.moe_first_dense_layers, c.num_layers
+    if c.num_experts is not None and dense >= layers:
+        yield Problem(
+            f"--moe-first-dense-layers {dense} must be below --num-layers {layers}",
+            up_to("moe_first_dense_layers", dense, layers - 1, low=0),
+            Change("leave --num-experts and --moe-first-dense-layers out"),
+        )
+
+
+EXPERT_RULES: Sequence[Rule] = (
+    Divides("ep", "num_experts"),
+    _expert_ranks,
+    _tokens_of_ranks,
+    _widths,
+    Divides("tp", "moe_shared_expert_size", when=("num_experts",)),
+    _dense_layers,
+    Excludes(
+        "num_experts disable_bias_linear=False",
+        "--num-experts needs --disable-bias-linear, because experts have no biases",
+        "add it (--disable-bias-linear keep-qkv keeps those of queries, keys and values)",
+    ),
+    Excludes(
+        "moe_router_enable_expert_bias compile recompute=full",
+        "{1} with {2} is not available with {0}, because compiled code keeps other tensors in its second pass",
+        "use --recompute light, leave --compile out, or use --moe-aux-loss-coeff for {0}",
+    ),
+)
+
+# ---- batch -----------------------------------------------------------------------------------------------------------
+
+
+def _batch(c: Settings) -> Iterator[str]:
+    """All replicas have the same number of microbatches."""
+    micro, batch = c.micro_batch_size, c.global_batch_size
+    degrees = fill_degrees(c, c.world_size)
+    replicas = size_of_role("batch", degrees)  # 0: too few processes, which _processes reports
+    if batch is None or not replicas or batch % (micro * replicas) == 0:
+        return
+    sharing = [d for d in DIMENSIONS if d.divides in ROLES["batch"] and isinstance(d.degree, str)]
+    given = {str(d.degree): degree for d in sharing if (degree := getattr(c, str(d.degree))) is not None}
+    factors = " x ".join(
+        flag_and_value(str(d.degree), degrees[d.name]) + ("" if d.degree in given else " (derived)") for d in sharing
+    )
+    yield Problem(
+        f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x {factors} "
+        f"= {micro * replicas}",
+        multiples_of("global_batch_size", batch, micro * replicas, bare=True),
+        divisors_of("micro_batch_size", micro, batch // replicas) if batch % replicas == 0 else None,
+        *(
+            divisors_of(name, degree, batch // others)
+            for name, degree in given.items()
+            if batch % (others := micro * replicas // degree) == 0
+        ),
+        about=() if len(given) == len(sharing) else degree_fields(),
+    )
+
+
+def _ramp(c: Settings) -> Iterator[str]:
+    if c.rampup_batch_size and not c.config.rampup.problems():
+        samples = c.micro_batch_size * size_of_role("batch", fill_degrees(c, c.world_size))
+        yield from ramp_problems(c.ramp(), c.global_batch_size, samples)
+
+
+def _gradient_noise(c: Settings) -> Iterator[str]:
+    """It compares gradients of batches of two sizes."""
+    small = c.micro_batch_size * size_of_role("batch", fill_degrees(c, c.world_size))
+    batch = c.global_batch_size or small
+    if c.gradient_noise_interval and batch <= small:
+        yield Problem(
+            f"{c.given('gradient_noise_interval')} compares the gradient of one microbatch per replica with that of "
+            "all of them, and there is one",
+            Values(
+                name="global_batch_size",
+                among=range(2 * small, 2 * small + FURTHER),
+                near=batch,
+                bound="or more",
+                most=3,
+            ),
+            Change("use a smaller --micro-batch-size"),
+            about=("micro_batch_size", *degree_fields()),
+        )
+
+
+BATCH_RULES: Sequence[Rule] = (
+    _batch,
+    _ramp,
+    Excludes(
+        "rampup_batch_size schedule_csv",
+        "--rampup-batch-size is not possible with {1}, which is a schedule of one number of microbatches",
+    ),
+    _gradient_noise,
+    Excludes("gradient_noise_interval trace", "{0} adds a pass to steps that {1} records"),
+    Excludes(
+        "gradient_noise_interval schedule_csv",
+        "{0} is not possible with {1}, which has one number of microbatches",
+        OUT,
+    ),
+)
+
+# ---- number of steps -------------------------------------------------------------------------------------------------
+
+
+def _schedule(c: Settings) -> Iterator[str]:
+    """The parts of the learning-rate schedule follow each other within its length."""
+    c.read("global_batch_size", "rampup_batch_size")
+    end, warmup, final, iters = c.config.lr_decay_iters, c.lr_warmup_iters, c.lr_wsd_decay_iters, c.train_iters
+    name = "lr_decay_iters" if c.lr_decay_iters else "train_iters"
+    length = f"{flag(name)} {end}"
+    if not c.lr_decay_iters and end != iters:  # a schedule in full batches
+        ramp = " ".join(c.rampup_batch_size)
+        length = f"the {end} full batches of --train-iters {iters} with --rampup-batch-size {ramp}"
+    if warmup >= end:
+        rises = c.lr_decay_style == "1cycle"  # whose warm-up has a step at least
+        yield Problem(
+            f"--lr-warmup-iters {warmup} must be below {length}",
+            up_to("lr_warmup_iters", warmup, end - 1, low=1 if rises else 0),
+            larger(name, warmup),
+        )
+    elif c.lr_decay_style == "WSD" and final is not None and warmup + final > end:
+        yield Problem(
+            f"--lr-warmup-iters {warmup} + --lr-decay-style wsd-decay-iters={final} = {warmup + final} must be at "
+            f"most {length}",
+            Values(name="lr_wsd_decay_iters", among=range(end - warmup, 0, -1), near=final, bound="or less"),
+        )
+
+
+def schedule_problems(config: Config) -> list[str]:
+    """What is wrong with the lengths of the parts of the learning-rate schedule beside each other."""
+    return [*settings_of(config).violated([_schedule])]
+
+
+def _range_test(c: Settings) -> Iterator[str]:
+    if not c.lr_range_test:
+        return
+    if c.load not in (None, AUTO):
+        yield Problem(
+            f"--lr-range-test begins with the first step, but --load {c.load} continues", c.without("lr_range_test")
+        )
+    if c.train_iters < 10:
+        yield Problem(
+            "--lr-range-test needs 10 steps or more",
+            Change(f"--train-iters 100 instead of {c.train_iters}", {"train_iters": 100}),
+        )
+
+
+def _traced(c: Settings) -> Iterator[str]:
+    steps, last = c.trace_steps, c.train_iters
+    most = max(last - 1, 1)  # the first step is not traced, unless it is the only one
+    if c.trace and steps is not None and steps > most:
+        yield Problem(
+            f"--trace steps={steps} must be at most {most} with --train-iters {last}, because the trace begins after "
+            "the first step",
+            Values(name="trace_steps", among=range(most, 0, -1), near=steps, bound="or less"),
+            larger("train_iters", steps),
+        )
+
+
+def _profiled(c: Settings) -> Iterator[str]:
+    try:
+        profiled, last = c.profiled_steps(), c.train_iters
+    except ValueError:  # the section reports it
+        return
+    if profiled and profiled[-1] > last:
+        within = f"{min(profiled[0], last)}:{last}"
+        yield Problem(
+            f"--profile-steps {c.profile_steps} must end within --train-iters {last}",
+            Change(f"--profile-steps {within}", {"profile_steps": within}),
+            larger("train_iters", profiled[-1]),
+        )
+
+
+def _idle_guard(c: Settings) -> Iterator[str]:
+    """The guard against spikes has enough steps to begin."""
+    last, half = c.train_iters, c.spike_window // 2
+    if c.on_spike == "none" or (c.on_spike == "warn" and not c.is_set("spike_window")):
+        return
+    said = f"--on-spike {c.on_spike} has no effect in {counted(last, 'step')} (--train-iters): the guard"
+    if half >= last:
+        yield Problem(
+            f"{said} needs {half} accepted steps, half of --on-spike window={c.spike_window}",
+            Values(name="spike_window", among=range(2 * last - 1, 3, -1), near=c.spike_window, bound="or less"),
+            larger("train_iters", half),
+        )
+    elif c.lr_warmup_iters >= last:
+        yield Problem(
+            f"{said} begins after --lr-warmup-iters {c.lr_warmup_iters}",
+            Change("a smaller one", {"lr_warmup_iters": 0}),
+            larger("train_iters", c.lr_warmup_iters),
+        )
+
+
+def _freeze_step(c: Settings) -> Iterator[str]:
+    """The warm-up of a 1-bit optimizer ends before the run."""
+    c.read("optimizer")
+    if c.config.optimizer_settings.momentum_format is None:
+        return
+    freeze, last = c.onebit_freeze_step, c.train_iters
+    if freeze is None and last == LARGEST_INT:  # an engine
+        yield (
+            f"--optimizer {c.optimizer} needs --optimizer freeze-step where the length of the run is not known: use "
+            "--optimizer freeze-step=1000"
+        )
+    if freeze is not None and freeze >= last:
+        way = f"use {last - 1} or less, or a larger --train-iters" if last > 1 else "use a larger --train-iters"
+        yield (
+            f"--optimizer freeze-step={freeze} must be below --train-iters {last}, because nothing would be "
+            f"compressed: {way}"
+        )
+
+
+DURATION_RULES: Sequence[Rule] = (
+    _schedule,
+    _range_test,
+    _traced,
+    _profiled,
+    AtMost("replay_interval", "train_iters", why=", because no step would be replayed", use=("out",)),
+    AtMost(
+        "check_replicas_interval",
+        "train_iters",
+        why=", because only saves would be checked",
+        use=("out",),
+        when=("check_replicas_interval",),
+    ),
+    Excludes(
+        "on_spike=rollback save_interval=None",
+        "{0} needs checkpoints to return to",
+        Change("--save-interval, for example with 100", {"save_interval": 100}),
+        Change("--on-spike skip", {"on_spike": "skip"}),
+    ),
+    Excludes(
+        "on_spike=rollback max_bad_steps=1",
+        "{0} needs --max-bad-steps 2 or more, because with 1 the first spike ends the run before it can go back",
+        Values(name="max_bad_steps", among=range(2, 66), near=1, bound="or more"),
+    ),
+    _idle_guard,
+    AtMost(
+        "save_interval",
+        "train_iters",
+        below=True,
+        why=" with --on-spike rollback, because there would be no checkpoint to return to",
+        use=("larger",),
+        when=("on_spike=rollback", "load=None"),
+    ),
+    AtMost("spike_skip_batches", "train_iters", when=("on_spike=rollback", "spike_skip_batches")),
+    AtMost("max_rollbacks", "train_iters", when=("on_spike=rollback", "max_rollbacks")),
+    Excludes("lr_range_test skip_train", "{0} trains, and {1} does not"),
+)
+
+# ---- data and the weights that a run starts from ---------------------------------------------------------------------
+
+
+def _vocabulary(c: Settings) -> Iterator[str]:
+    c.read("preset")
+    # Whatever is wrong with the data; a config.json has the size, or is refused.
+    if c.vocab_size is None and c.init_from_hf is None and c.tokenizer is None:
+        source = "--mock-data" if c.config.data.mock_data else "--data-path"
+        yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"
+
+
+def _positions_of_documents(c: Settings) -> Iterator[str]:
+    if c.beside_tokens == ("positions",) and c.position_embedding_type == "alibi":
+        yield (
+            "--reset-position-ids has no meaning with --position-embedding-type alibi, which goes by distances, unless "
+            "attention stays within documents: use --reset-attention-mask too, or leave it out"
+        )
+
+
+def _other_start(c: Settings) -> Iterator[str]:
+    """A run starts from the weights of one place."""
+    source, pretrained, loads = c.init_from_hf, c.pretrained_checkpoint, c.load not in (None, AUTO)
+    if source is not None and loads:
+        yield f"--init-from-hf {source} and --load {c.load} exclude each other: leave one of them out"
+    if pretrained is not None and loads:
+        yield (
+            f"--pretrained-checkpoint {pretrained} and --load {c.load} exclude each other: use --load auto, which "
+            "continues this run where it has a checkpoint, or leave one of them out"
+        )
+
+
+DATA_RULES: Sequence[Rule] = (
+    _vocabulary,
+    AtMost("seq_length", "max_position_embeddings", use=("more",)),
+    _positions_of_documents,
+    Excludes(
+        "skip_train train_data_path valid_data_path=() valid_sets=()",
+        "--skip-train evaluates, and --train-data-path has no validation data beside it",
+        "use --valid-data-path or --valid-sets",
+    ),
+    Excludes(
+        "valid_sets eval_interval=0", "--valid-sets has no effect with --eval-interval 0, which turns evaluation off"
+    ),
+    _other_start,
+    Excludes("pretrained_checkpoint init_from_hf"),
+    Excludes("load_optim load=None", "--no-load-optim has no effect without --load", OUT),
+    Excludes("preset init_from_hf", "{0} has no effect with {1}, which sets the shape", OUT),
+)
+
+# ---- optimizer and number formats ------------------------------------------------------------------------------------
+
+
+def idle_optimizers(config: Config) -> list[str]:
+    """The sections of optimizers that the chosen one does not read; none, where it is not known."""
+    if config.optimizer.optimizer not in OPTIMIZERS:
+        return []
+    read = (config.optimizer.optimizer, *config.optimizer_settings.shares)
+    return [name for name in OPTIMIZERS if name not in read and name in sections_of(type(config))]
+
+
+def _idle_optimizers(c: Settings) -> Iterator[str]:
+    """Settings of an optimizer that is not chosen have no effect, whatever they are."""
+    chosen, config = c.optimizer, c.config
+    for section in idle_optimizers(config):
+        for name in getattr(config, section).set_fields:
+            fields = PARAMETERS["optimizer"].get(OWNERS.get(name, ("", ""))[1], (name,))
+            # --optimizer beta1=0.8 would mean AdamW's with --optimizer adamw.
+            own = name != field_of_optimizer(fields, chosen, type(config))
+            said = f"{flag_and_value(name, getattr(c, name), own=own)} has no effect with --optimizer {chosen}"
+            yield Problem(said, c.without(name), use("optimizer", section))
+
+
+def _moments(c: Settings) -> Iterator[str]:
+    # Others than AdamW and its kin have no use for [adamw] at all.
+    if c.optimizer != "adamw" and c.moments_dtype != "fp32" and "adamw" in c.config.optimizer_settings.shares:
+        yield Problem(
+            f"--optimizer moments-dtype={c.moments_dtype} is not possible with --optimizer {c.optimizer}",
+            c.without("moments_dtype"),
+            use("optimizer", "adamw"),
+        )
+
+
+def _one_bit(c: Settings) -> Iterator[str]:
+    """What 1-bit optimizers do not work with."""
+    c.read("optimizer")
+    if c.config.optimizer_settings.momentum_format is None:
+        return
+    other = c.config.optimizer_settings.uncompressed
+    for name, why in _WITHOUT_ONE_BIT.items():
+        if c.is_set(name):
+            left_out, instead = f"leave {flag(name)} out", f"--optimizer {other}"
+            if name == "zero_stage":
+                left_out, instead = "use --zero-stage 0", f"{instead} with --grad-reduce-compression int8"
+            elif name == "grad_reduce_compression":
+                left_out = "leave one of them out"
+            given = f"--optimizer {c.optimizer} is not possible with {c.given(name)}, because {why}"
+            yield message(given, [left_out, f"use {instead}"])
+
+
+_WITHOUT_ONE_BIT = {
+    "zero_stage": "every replica needs the whole momentum",
+    "offload_optimizer": "the momentum is sent from the device",
+    "grad_reduce_compression": "it sends no gradients after its warm-up",
+    "reproducible": "its compression depends on the number of replicas",
+    "gradient_noise_interval": "after its warm-up nothing has the gradient of the global batch",
+}
+
+
+def _mup(c: Settings) -> Iterator[str]:
+    """What muP does not go together with."""
+    if c.mup_base_width is None:
+        return
+    given = c.given("mup_base_width")
+    if c.optimizer not in MUP_OPTIMIZERS:
+        yield (
+            f"{given} has no rule for the learning rates of --optimizer {c.optimizer}: use --optimizer "
+            f"{one_of(MUP_OPTIMIZERS)}, or leave it out"
+        )
+    for name, value in c.multipliers(c).items():
+        if c.is_set(name) and getattr(c, name) != value:
+            found = number(getattr(c, name))
+            yield f"{given} sets {flag_and_value(name, value)} and not {found}: leave one of the flags out"
+
+
+OPTIMIZER_RULES: Sequence[Rule] = (
+    _idle_optimizers,
+    _moments,
+    Excludes(
+        "reproducible grad_reduce_dtype=bf16",
+        "{0} needs exact sums of gradients, but {1} rounds them",
+        use("grad_reduce_dtype", "fp32"),
+        Out("reproducible"),
+    ),
+    _mup,
+    Excludes("mup_base_width num_experts", "{0} has no rule for routers", "leave it out, or --num-experts"),
+    Excludes("mup_base_width multi_latent_attention", "{0} has no rule for {1}"),
+)
+
+COMPRESSION_RULES: Sequence[Rule] = (
+    _one_bit,
+    _freeze_step,
+    Excludes("reproducible grad_reduce_compression", "{0} needs exact sums of gradients, but {1} rounds them"),
+    Excludes(
+        "grad_reduce_compression zero_shard_size",
+        "{0} is not possible with {1}, whose sums over shards are not compressed",
+    ),
+)
+
+RULES: Sequence[Rule] = (
+    *EXPERT_RULES,
+    *REPRODUCIBLE_RULES,
+    *COMPRESSION_RULES,
+    *LAYOUT_RULES,
+    *BATCH_RULES,
+    *DURATION_RULES,
+    *DATA_RULES,
+    *OPTIMIZER_RULES,
+)
+"""Those of every entry point, in the order in which they are named."""
