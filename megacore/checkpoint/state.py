@@ -23,7 +23,7 @@ from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel
-from megacore.zero.flat import Segment
+from megacore.zero.layout import Segment
 from megacore.zero.local_segments import LocalSegment
 
 MODEL = "model"

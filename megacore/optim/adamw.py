@@ -20,7 +20,7 @@ from megacore.optim.optimizer import Optimizer
 from megacore.optim.rounded_moments import RoundedMoments
 from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
-from megacore.zero.flat import ALIGNMENT
+from megacore.zero.layout import ALIGNMENT
 from megacore.zero.local_segments import LocalRun, LocalSegment
 
 assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two parameters"

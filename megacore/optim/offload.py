@@ -40,7 +40,7 @@ def step_on_host(
     """
     with all_threads(cores):
         for bucket in data_parallel.in_order_of_use():
-            members, downloaded = data_parallel.runs_of(bucket), bucket.downloaded()
+            members, downloaded = bucket.runs, bucket.downloaded()
             gradients = [downloaded[run.shard_slice] if run.has_gradient else None for run in members]
             optimizer.step(members, gradients, lr=lr, factor=factor)
             if not optimizer.defers:

@@ -45,7 +45,7 @@ from megacore.parallel.collectives import all_reduce_, all_reduce_job_, all_redu
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
-from megacore.zero.local_segments import LocalRun, LocalSegment
+from megacore.zero.local_segments import LocalSegment
 
 _ROW = 4096
 # Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
@@ -271,23 +271,21 @@ class WeightUpdate:
         """Queue the step before the host knows whether it is skipped: the device computes while the host waits for that
         decision, which the device reads in the factor. Of a step that it skips the same weights are published."""
         for bucket in self.data_parallel.in_order_of_use():
-            if runs := self.data_parallel.runs_of(bucket):
-                self.optimizer.step_shard(runs, lr=lr, factor=factor, number=self.updates + 1)
+            if bucket.runs:
+                self.optimizer.step_shard(bucket.runs, lr=lr, factor=factor, number=self.updates + 1)
             bucket.publish(written=True)
 
     def _step_in_place(self, factor: Tensor, lr: float) -> None:
         """Bucket by bucket: no more than the gradients of one exist a second time, in fp32."""
         for bucket in self.data_parallel.in_order_of_use():
-            self._step_runs(self.data_parallel.runs_of(bucket), factor, lr)
+            gradients = [None if gradient is None else gradient.float() for gradient in bucket.gradients_of_runs()]
+            self.optimizer.step(bucket.runs, gradients, lr=lr, factor=factor)
+            del gradients  # not while the next bucket's are made
             if not self.optimizer.defers:
                 bucket.publish()
         if self.optimizer.defers:
             self.optimizer.finish()
             self.data_parallel.publish()
-
-    def _step_runs(self, runs: Sequence[LocalRun], factor: Tensor, lr: float) -> None:
-        gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
-        self.optimizer.step(runs, gradients, lr=lr, factor=factor)
 
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""

@@ -18,7 +18,7 @@ from megacore.parallel.collectives import RowsExchanged, all_gather_objects, sta
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import Slices
 from megacore.zero.bucket import Bucket
-from megacore.zero.flat import FlatLayout
+from megacore.zero.layout import FlatLayout
 from megacore.zero.local_segments import LocalSegment
 
 Function = Callable[[str, Tensor], Tensor]

@@ -20,8 +20,7 @@ from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices
 from megacore.plan.once import once_per
 from megacore.plan.state import expert_copies, expert_share, held_by_layer, zero_stage
-from megacore.zero.buckets import grown
-from megacore.zero.packing import bucket_ends, exchange, pack
+from megacore.zero.packing import bucket_ends, exchange, grown, pack
 
 _ALIGNMENT = 32  # elements of which every parameter begins at a multiple
 

@@ -21,7 +21,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.plan.state import zero_stage
 from megacore.plan.traffic import recomputed_whole
-from megacore.zero.buckets import grown
+from megacore.zero.packing import grown
 
 _LONGEST_PATTERN = 8  # layers after which a stage may repeat itself
 

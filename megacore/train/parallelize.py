@@ -89,7 +89,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
     _spread_values(shared, data_parallel, tied_copies, mesh.device)
     for chunk in chunks:
-        chunk.runner = data_parallel
+        chunk.runner = data_parallel if data_parallel.acts_on_layers else None
     return ParallelModel(
         stages=stages,
         chunks=chunks,

@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +31,34 @@ from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.compressed import CompressedSum
 from megacore.zero.exact_sums import UNIT, from_units, to_units
-from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
 from megacore.zero.host_shard import HostShard, HostStreams
+from megacore.zero.layout import FlatLayout, Segment, contiguous_slices
+from megacore.zero.local_segments import local_segments
 from megacore.zero.options import ZeroOptions
 
 
-class _Buffers(NamedTuple):
-    """The memory of a bucket's parameters: all of them, this rank's shard of them, and its fp32 master weights."""
+@dataclass(eq=False)
+class Member:
+    """A parameter in its bucket.
 
-    full: Tensor
-    shard: Tensor
-    master: Tensor
+    Attributes:
+        parameter: a view of the bucket's buffer.
+        number: in the bucket.
+        elements: of the flat buffer.
+        has_terms: whether the sum of its gradients over the step has begun.
+        norm: of its gradients before a sum over ranks that are not replicas, where it was recorded.
+    """
+
+    parameter: ShardedParameter
+    number: int
+    elements: slice
+    has_terms: bool = False
+    norm: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's global name."""
+        return self.parameter.spec.name
 
 
 class _Reduction(NamedTuple):
@@ -69,7 +87,13 @@ class Bucket:
         busy: the work of each rank of the group in buckets made before, see `FlatLayout`.
 
     Attributes:
+        members: the parameters.
         segments: the parts of parameters in this rank's shard.
+        local: the same with the parameter's `ShardSpec` and the run of each.
+        runs: what the optimizer updates as one tensor each; there may be none.
+        chunk: number of the pipeline stage on this rank that uses the parameters first.
+        first_layer: number of the layer that does: once backward has passed it, the gradients are complete.
+        is_shared: whether further stages of this rank use a parameter.
         unsplit: names of the parameters that no shard splits.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
@@ -93,8 +117,6 @@ class Bucket:
         assert group.size > 1 or options.stage == 0 or options.offload_params
         assert across.size == 1 or options.stage > 0
         self.parameters, self.group, self.options, self.across = list(parameters), group, options, across
-        self._by_name = {parameter.spec.name: parameter for parameter in parameters}
-        self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         specs, optimizer = [parameter.spec for parameter in parameters], options.optimizer
@@ -102,11 +124,11 @@ class Bucket:
         self.unsplit = set(whole)
         self.layout = FlatLayout(parameters, shards, whole, unit=options.shard_unit, busy=busy if shards > 1 else ())
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
+        self.members = [Member(p, i, self.layout.slice_of(p.spec.name)) for i, p in enumerate(self.parameters)]
         self.segments: list[Segment] = self.layout.segments(rank)
-
-        self._name_at = {segment.offset: segment.name for segment in self.segments}
-
-        self._full, self._shard_params, self.master = self._move_parameters()
+        by_name = {member.name: member for member in self.members}
+        self._member_at = {segment.offset: by_name[segment.name] for segment in self.segments}
+        self._move_parameters()
         self._host: HostShard | None = None
         if options.offload_params:
             assert streams is not None and options.stage == 3 and options.offload
@@ -123,11 +145,9 @@ class Bucket:
         self._reducing: _Reduction | None = None  # under way
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
         self._summing: _Reduction | None = None  # it over `across`, under way
-        self._written: set[str] = set()  # parameters that have a value in `_gradients`
-        self._missing: set[str] = set()  # parameters whose gradient of this backward has not arrived
+        self._awaited: set[Member] = set()  # those whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
-        self._checked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
-        self._norms: dict[str, Tensor] = {}  # of gradients before a sum over ranks that are not replicas
+        self._checked = [s.name for s in self.segments] if self._keeps_others else [m.name for m in self.members]
         self.compressed: CompressedSum | None = None
         if options.code is not None and group.size > 1:
             self.compressed = CompressedSum(
@@ -140,6 +160,10 @@ class Bucket:
         downloads = options.offload and self._host is None
         self._host_gradients = self._on_host(options.summed_dtype) if downloads else None
         self._download_event: torch.Event | None = None
+        self.local = list(local_segments(self))
+        self.runs = list(dict.fromkeys(local.run for local in self.local))
+        self.chunk = self.first_layer = 0
+        self.is_shared = False
         self.release()
 
     @property
@@ -155,8 +179,8 @@ class Bucket:
 
     # ---- parameters
 
-    def _move_parameters(self) -> _Buffers:
-        """Move the parameters into a flat buffer.
+    def _move_parameters(self) -> None:
+        """Move the parameters into a flat buffer: all of them, this rank's shard of them, and its master weights.
 
         One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
         stage 3 only the shard is kept, and the flat buffer is made only after the last has moved.
@@ -175,19 +199,21 @@ class Bucket:
             master = self._on_host(torch.float32)
         elif dtype != torch.float32:
             master = torch.zeros(self.layout.shard_size, device=self._device)
-        for parameter in self.parameters:
-            name = parameter.spec.name
+        for member in self.members:
+            flat = member.parameter.detach().reshape(-1)
             if stage < 3:
-                full[self.layout.slice_of(name)] = parameter.detach().reshape(-1)
-            if (part := segment_of.get(name)) is not None:
-                for target in {id(shard): shard, id(master): master}.values():
-                    target[part.shard_slice] = parameter.detach().reshape(-1)[part.start : part.stop]
-            parameter.data = full.new_empty(0)
+                full[member.elements] = flat
+            if (part := segment_of.get(member.name)) is not None:
+                shard[part.shard_slice] = flat[part.start : part.stop]
+                if master is not shard:
+                    master[part.shard_slice] = flat[part.start : part.stop]
+            del flat
+            member.parameter.data = full.new_empty(0)
         if stage == 3:
             full = full.new_empty(self.layout.size)
-        for parameter, shape in zip(self.parameters, shapes, strict=True):
-            parameter.data = full[self.layout.slice_of(parameter.spec.name)].view(shape)
-        return _Buffers(full, shard, master)
+        for member, shape in zip(self.members, shapes, strict=True):
+            member.parameter.data = full[member.elements].view(shape)
+        self._full, self._shard_params, self.master = full, shard, master
 
     def _on_host(self, dtype: torch.dtype) -> Tensor:
         """Zeros of a shard's size in host memory, from and to which the device can copy without the host."""
@@ -284,32 +310,27 @@ class Bucket:
             self._host.begin_step()
         if self._forgets:
             self._gradients = None
-        self._norms.clear()
         self._unit = UNIT * loss_scale
-        self._written.clear()
-        for parameter in self.parameters:
-            parameter.grad = None
+        for member in self.members:
+            member.has_terms, member.norm, member.parameter.grad = False, None, None
 
     def begin_backward(self) -> None:
         """The gradients of another microbatch follow."""
-        self._missing = set(self._by_name)
+        self._awaited = set(self.members)
 
-    def add(self, name: str) -> bool:
-        """Move a parameter's gradient out of `.grad` into the bucket; True if it was the last of this backward."""
-        self._missing.discard(name)
-        parameter = self._by_name[name]
-        assert parameter.grad is not None
-        self.add_part(name, parameter.grad)
-        parameter.grad = None
-        return not self._missing
-
-    def add_part(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to the sum of its parameter's."""
+    def add(self, member: Member, gradient: Tensor) -> None:
+        """Add a gradient to the sum of a parameter's."""
         if self.options.exact_terms:
-            gradient = self._in_units(name, gradient)
-        view = self._view(name).view(gradient.shape)
-        view.add_(gradient) if name in self._written else view.copy_(gradient)
-        self._written.add(name)
+            gradient = self._in_units(member, gradient)
+        view = self._sum_of(member).view(gradient.shape)
+        view.add_(gradient) if member.has_terms else view.copy_(gradient)
+        member.has_terms = True
+
+    def arrived(self, member: Member) -> bool:
+        """A parameter's gradient of this backward was added; True if it was the last."""
+        member.has_terms = True
+        self._awaited.discard(member)
+        return not self._awaited
 
     @property
     def takes_products(self) -> bool:
@@ -323,47 +344,40 @@ class Bucket:
         """Whether look-ups may add rows to the sums of this bucket."""
         return not self.options.exact_terms
 
-    def sum_of(self, name: str) -> tuple[Tensor, bool]:
+    def sum_of(self, member: Member) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
+        parameter = member.parameter
         if self.in_place:
-            parameter = self._by_name[name]
             held = parameter.grad
             parameter.grad = torch.empty_like(parameter) if held is None else held
             return parameter.grad, held is not None
-        return self._view(name).view(self._by_name[name].shape), name in self._written
+        return self._sum_of(member).view(parameter.shape), member.has_terms
 
-    def has_arrived(self, name: str) -> bool:
-        """Whether autograd has left nothing to add to the sum of a parameter's gradients."""
-        return self._by_name[name].grad is None
+    def _sum_of(self, member: Member) -> Tensor:
+        """Its elements of the buffer of all gradients, flat."""
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
+        return self._gradients[member.elements]
 
-    def new_sum_of(self, name: str) -> Tensor:
-        """Memory like that of `sum_of`, apart from the bucket's; not initialised."""
-        return torch.empty(self._by_name[name].shape, dtype=self.options.sum_dtype, device=self._device)
-
-    def added(self, name: str) -> bool:
-        """A gradient was added to the sum; True if it was the last of this backward."""
-        self._written.add(name)
-        self._missing.discard(name)
-        return not self._missing
-
-    def _in_units(self, name: str, gradient: Tensor) -> Tensor:
+    def _in_units(self, member: Member, gradient: Tensor) -> Tensor:
         """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""
         units, largest = to_units(gradient, self._unit)
         if self._checks is None:
-            self._checks = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
+            self._checks = torch.zeros(len(self.members), dtype=torch.float64, device=self._device)
         held = largest * UNIT <= self.options.largest_exact  # False for NaN
-        self._checks[self._order[name]] += torch.where(held, 0.0, torch.inf)
+        self._checks[member.number] += torch.where(held, 0.0, torch.inf)
         return units
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the group; those of parameters that the loss did not use count as zero."""
         self.finish_reduction()
         self._is_partial = self.across.size > 1
-        self._missing.clear()
+        self._awaited.clear()
         if self.in_place:
             return
-        for name in self._by_name.keys() - self._written:
-            self._view(name).zero_()
+        for member in self.members:
+            if not member.has_terms:
+                self._sum_of(member).zero_()
         gradients = self._gradients
         assert gradients is not None
         if (self.group.size > 1 or self._host is not None) and not self.options.exact_terms:
@@ -383,7 +397,8 @@ class Bucket:
             self._reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
         if self.options.stage >= 2:
             self._gradients = None
-            self._written.clear()
+            for member in self.members:
+                member.has_terms = False
         if not self.options.overlap_grad_reduce or self.group.size == 1:
             self.finish_reduction()
 
@@ -436,7 +451,7 @@ class Bucket:
     @property
     def awaits_gradients(self) -> bool:
         """Whether a parameter's gradient of this backward has not arrived."""
-        return bool(self._missing)
+        return bool(self._awaited)
 
     def convert_exact_sums(self) -> None:
         """Convert exact sums to fp32 gradients without the loss scale, once all terms are added."""
@@ -459,25 +474,6 @@ class Bucket:
         part = slice(number * size, (number + 1) * size)
         return self._shard_params[part] if self._host is None else self._host.on_device(part)
 
-    def contiguous_segments(self, kind: Callable[[Segment], Any]) -> list[list[Segment]]:
-        """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise
-        operator over a group computes the same bits as one over each segment. Gradients that stay where autograd puts
-        them are not contiguous, and parameters that the optimizer needs whole form groups of one."""
-        grouped: list[list[Segment]] = []
-        for segment in self.segments:
-            last = grouped[-1][-1] if grouped and not self.in_place else None
-            apart = last is None or not self.unsplit.isdisjoint((last.name, segment.name))
-            if (
-                last is not None
-                and not apart
-                and last.shard_slice.stop == segment.shard_slice.start
-                and kind(last) == kind(segment)
-            ):
-                grouped[-1].append(segment)
-            else:
-                grouped.append([segment])
-        return grouped
-
     @property
     def shard_gradients(self) -> Tensor | None:
         """With `one_pass`, this rank's shard of the reduced gradients, flat; None where no loss used the parameters."""
@@ -498,7 +494,7 @@ class Bucket:
         if self._host is not None:
             return self._host.gradients(elements) if self._host.has_gradients else None
         if self.in_place:
-            gradient = self._by_name[self._name_at[elements.start]].grad
+            gradient = self._member_at[elements.start].parameter.grad
             return None if gradient is None else gradient.view(-1)
         return None if self._shard_gradients is None else self._shard_gradients[elements]
 
@@ -511,6 +507,10 @@ class Bucket:
         """
         if self._host is not None:
             self._host.write(elements, gradient)
+
+    def gradients_of_runs(self) -> list[Tensor | None]:
+        """`gradient` of each run."""
+        return [self.gradient(run.shard_slice) for run in self.runs]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; adjacent ones as one flat tensor, with the
@@ -551,38 +551,32 @@ class Bucket:
     def record_norms(self, names: Collection[str]) -> None:
         """Record the norms of this rank's gradients of these parameters, before other ranks' are added in place; where
         gradients are reduced over replicas, `reduce` has recorded them."""
-        unreduced = {name: values for name, values in self._unreduced() if name in names}
-        if self.group.size == 1 and not self.options.exact_terms and unreduced:
-            self._norms = dict(zip(unreduced, torch._foreach_norm(list(unreduced.values())), strict=True))
+        if self.group.size > 1 or self.options.exact_terms:
+            return
+        unreduced = [(member, values) for member, values in self._unreduced() if member.name in names]
+        norms = torch._foreach_norm([values for _, values in unreduced]) if unreduced else ()
+        for (member, _), norm in zip(unreduced, norms, strict=True):
+            member.norm = norm
 
     def finite_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Whether this rank's gradients were finite before any reduction: parameters' names, each with a bool scalar on
         the device. A name may come several times, for several parts of the gradient."""
         if self._checks is not None:
             yield from zip(self._checked, self._checks.isfinite().unbind(), strict=True)
-        for name, values in self._unreduced():
-            yield name, self._norms.get(name, values).isfinite().all()
+        for member, values in self._unreduced():
+            yield member.name, (values if member.norm is None else member.norm).isfinite().all()
 
-    def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's gradients that no reduction over replicas has overwritten; flat, by name."""
+    def _unreduced(self) -> Iterator[tuple[Member, Tensor]]:
+        """This rank's gradients that no reduction over replicas has overwritten, flat."""
         if self.in_place:
-            yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
+            yield from ((m, m.parameter.grad.view(-1)) for m in self.members if m.parameter.grad is not None)
         elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
             reduced = self._shard if self.group.size > 1 else slice(0, 0)
-            for name in self._by_name:
-                elements = self.layout.slice_of(name)
-                for part in (
-                    slice(elements.start, min(elements.stop, reduced.start)),
-                    slice(max(elements.start, reduced.stop), elements.stop),
-                ):
+            for member in self.members:
+                start, stop = member.elements.start, member.elements.stop
+                for part in slice(start, min(stop, reduced.start)), slice(max(start, reduced.stop), stop):
                     if part.start < part.stop:
-                        yield name, self._gradients[part]
-
-    def _view(self, name: str) -> Tensor:
-        """A parameter's elements of the buffer of all gradients, flat."""
-        if self._gradients is None:
-            self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
-        return self._gradients[self.layout.slice_of(name)]
+                        yield member, self._gradients[part]
 
     def _record_local_norms(self, gradients: Tensor) -> None:
         """Record the norms of this rank's gradients that the reduction overwrites, so that a sum that is not finite can
@@ -590,7 +584,7 @@ class Bucket:
         if self._keeps_others:
             parts = [gradients[self._shard][segment.shard_slice] for segment in self.segments]
         else:
-            parts = [gradients[self.layout.slice_of(name)] for name in self._by_name]
+            parts = [gradients[member.elements] for member in self.members]
         if parts:
             norms = torch.stack(torch._foreach_norm(parts))
             self._checks = norms if self._checks is None else self._checks + norms
@@ -610,7 +604,7 @@ class Bucket:
                 shard = shard.to(self._device).contiguous()
                 gathered = shard.new_empty(self.layout.size)
             start_all_gather(gathered, shard, self.group).wait()
-        return {name: gathered[self.layout.slice_of(name)].view(p.shape) for name, p in self._by_name.items()}
+        return {m.name: gathered[m.elements].view(m.parameter.shape) for m in self.members}
 
     def storages(self) -> dict[str, list[Tensor]]:
         """The tensors that this rank holds now, by kind."""

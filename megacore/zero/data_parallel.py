@@ -17,23 +17,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from megacore.parallel.mesh import Group, Mesh, ReplicaRole
 from megacore.parallel.sharding import ShardedParameter, separate_term, sharded_parameters
-from megacore.zero.backward_hooks import when_backward
-from megacore.zero.bucket import Bucket
-from megacore.zero.buckets import grown
-from megacore.zero.flat import assign_buckets, assign_whole
+from megacore.zero.bucket import Bucket, Member
 from megacore.zero.host_shard import HostStreams
-from megacore.zero.local_segments import LocalRun, LocalSegment, local_segments
+from megacore.zero.layout import assign_buckets, assign_whole
+from megacore.zero.local_segments import LocalSegment
 from megacore.zero.options import ZeroOptions
+from megacore.zero.packing import grown
 
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
@@ -89,6 +89,7 @@ class DataParallel:
     Attributes:
         parameters: of the rank, each once, in the order of their use.
         buckets: of the parameters, the last used first.
+        layers: of all stages of the rank, in the order of their use.
         runs: that this rank updates.
         segments: that the runs consist of.
     """
@@ -108,61 +109,56 @@ class DataParallel:
         self._streams = HostStreams(mesh.device) if options.offload_params else None
         self.options = options = options.for_group(mesh.replicas)
         self._busy: dict[ReplicaRole, list[float]] = {}  # work of the ranks of each group, with the buckets made
-        layers: list[nn.Module] = []
-        new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
-        self._chunks: list[range] = []  # of each, the numbers of its layers
-        self._buckets_of_chunk: list[list[Bucket]] = []
+        self._chunks: list[list[Layer]] = []
+        self.parameters: list[ShardedParameter] = []
+        self.buckets: list[Bucket] = []
         for chunk in chunks:
-            first, buckets = len(layers), list[Bucket]()
-            for layer in chunk:
-                layers.append(layer)
-                new.append(_without(sharded_parameters(layer), new))
-                if options.stage == 3:
-                    buckets = [*self._make_buckets(new[-1], None), *buckets]
-            if options.stage < 3:
-                members = [parameter for layer_parameters in new[first:] for parameter in layer_parameters]
-                total = sum(p.numel() * p.element_size() for p in members)
-                buckets = self._make_buckets(members, min(bucket_bytes, total // _BUCKETS))
-            self._chunks.append(range(first, len(layers)))
-            self._buckets_of_chunk.append(buckets)
-        self.parameters = [parameter for members in new for parameter in members]
-        self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
-        self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
-        # The first layer that uses each bucket: its gradients are complete once backward has passed that layer.
-        self._first_layer = {
-            self._bucket_of[p.spec.name]: number for number in reversed(range(len(new))) for p in new[number]
-        }
-        self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
-        used_by = [{bucket for number in numbers for bucket in self._needs[number]} for numbers in self._chunks]
-        self._shared_by_chunks = [b for b in self.buckets if sum(b in used for used in used_by) > 1]
-        # Of each chunk, the buckets that its own backward reduces.
-        self._reduced_in_chunk = [
-            [bucket for bucket in buckets if bucket not in self._shared_by_chunks and not bucket.in_place]
-            for buckets in self._buckets_of_chunk
-        ]
-        self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
+            self._add_chunk(chunk, bucket_bytes)
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self._observer: GradientObserver | None = None
-        self._dropped: dict[str, Tensor] = {}  # sums of products that an observer discards
-        self._shown: set[str] = set()  # whose sums an observer has seen
-        self.segments = [local for bucket in reversed(self.buckets) for local in local_segments(bucket)]
-        self.runs = list(dict.fromkeys(local.run for local in self.segments))
+        self.segments = [local for bucket in reversed(self.buckets) for local in bucket.local]
+        self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]
         self._frozen = [run for run in self.runs if run.scale.frozen]
-        self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
-        arrived = _gradient_hook(self)
-        for parameter in self.parameters:
-            if not self._bucket_of[parameter.spec.name].in_place:
-                parameter.register_post_accumulate_grad_hook(arrived)
-        uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
-        for parameter in self.parameters:
-            bucket = self._bucket_of[parameter.spec.name]
-            if options.exact_terms:
-                parameter.take_term = self._add_term
-            takes_sum = bucket.takes_products or (parameter.takes_rows and bucket.takes_rows)
-            if takes_sum and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
-                parameter.gradient_sum = _SumInBucket(self, bucket, parameter.spec.name)
+        self.layers = [layer for chunk in self._chunks for layer in chunk]
+        uses = Counter(parameter.spec.name for layer in self.layers for parameter in layer.parameters)
+        self._inlets = [_Inlet(self, bucket, member) for bucket in self.buckets for member in bucket.members]
+        for inlet in self._inlets:
+            inlet.connect(is_used_once=uses[inlet.parameter.spec.name] == 1)
+
+    def _add_chunk(self, modules: Iterable[nn.Module], bucket_bytes: int) -> None:
+        """Shard the layers of the rank's next pipeline stage, which a generator may build meanwhile."""
+        number, first_new = len(self._chunks), len(self.parameters)
+        before = sum(map(len, self._chunks))
+        layers, buckets = list[Layer](), list[Bucket]()
+        for module in modules:
+            layer = Layer(before + len(layers), sharded_parameters(module))
+            known = {parameter.spec.name for parameter in self.parameters}
+            new = [parameter for parameter in layer.parameters if parameter.spec.name not in known]
+            if self.options.exact_terms:
+                named = module.named_parameters()
+                layer.again = {n: p for n, p in named if isinstance(p, ShardedParameter) and p.spec.name in known}
+            layers.append(layer)
+            self.parameters += new
+            if self.options.stage == 3:
+                buckets = [*self._make_buckets(new, None), *buckets]
+        if self.options.stage < 3:
+            new = self.parameters[first_new:]
+            total = sum(p.numel() * p.element_size() for p in new)
+            buckets = self._make_buckets(new, min(bucket_bytes, total // _BUCKETS))
+        self._chunks.append(layers)
+        self.buckets = [*buckets, *self.buckets]
+        for bucket in buckets:
+            bucket.chunk = number
+        owner = {member.name: bucket for bucket in self.buckets for member in bucket.members}
+        for layer in reversed(layers):
+            layer.buckets = _unique(owner[parameter.spec.name] for parameter in layer.parameters)
+            for bucket in layer.buckets:
+                if bucket.chunk == number:
+                    bucket.first_layer = layer.position
+                else:
+                    bucket.is_shared = True
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
@@ -222,52 +218,31 @@ class DataParallel:
             layer: that layer.
             x: its input, a tensor or a tuple of tensors.
         """
-        index = self._chunks[chunk][number]
+        layers = self._chunks[chunk]
+        here = layers[number]
         if self.options.stage < 3:
-            for bucket in self._needs[index]:
+            for bucket in here.buckets:
                 bucket.wait()  # for the weights that were gathered after the last step
-            return self._apply(index, layer, x) if self._repeated[index] else layer(x)
-        self._acquire(index)
-        self._prefetch(index + 1, self._chunks[chunk])
-        y = self._apply(index, layer, when_backward(x, _AfterBackward(self, index)))
-        self._release(index)
-        return when_backward(y, _BeforeBackward(self, index, self._chunks[chunk]))
+            return here.run(layer, x)
+        here.acquire()
+        if number + 1 < len(layers):
+            layers[number + 1].prefetch()
+        y = here.run(layer, _when_backward(x, here.release))
+        here.release()
+        return _when_backward(y, partial(self._before_backward, here, layers[number - 1] if number else None))
 
-    def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
-        """layer(x). With exact sums, the gradient of a parameter that an earlier layer uses too is captured separately,
-        as if the two layers were on different stages: autograd would add the gradients in floating point."""
-        if not self._repeated[index]:
-            return layer(x)
-        separate = {name: separate_term(p) for name, p in self._repeated[index].items()}
-        return functional_call(layer, separate, (x,))
+    @property
+    def acts_on_layers(self) -> bool:
+        """Whether `run_layer` does more than call the layer."""
+        return self.options.stage > 0 or any(layer.again for layer in self.layers)
 
-    def _add_term(self, parameter: ShardedParameter, gradient: Tensor) -> None:
-        if self._observer is not None and self._is_only_seen(parameter.spec.name, gradient):
-            return
-        self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
-
-    def _before_backward(self, index: int, chunk: range) -> None:
+    def _before_backward(self, layer: Layer, before: Layer | None) -> None:
+        """Stage 3: backward has reached the layer's output."""
         if self._by_layer:
-            self._begin_reductions(index)  # before the next gathering, on every rank
-        self._acquire(index)
-        self._prefetch(index - 1, chunk)
-
-    def _acquire(self, index: int) -> None:
-        for bucket in self._needs[index]:
-            bucket.users.add(index)
-            bucket.wait()
-
-    def _prefetch(self, index: int, chunk: range) -> None:
-        if index in chunk:
-            for bucket in self._needs[index]:
-                bucket.users.add(index)
-                bucket.prefetch()
-
-    def _release(self, index: int) -> None:
-        for bucket in self._needs[index]:
-            bucket.users.discard(index)
-            if not bucket.users:
-                bucket.release()
+            self._begin_reductions(layer.position)  # before the next gathering, on every rank
+        layer.acquire()
+        if before is not None:
+            before.prefetch()
 
     @contextmanager
     def zeros_for_weights(self) -> Iterator[None]:
@@ -308,7 +283,7 @@ class DataParallel:
             all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
                 order instead of layer by layer.
         """
-        buckets = self._reduced_in_chunk[chunk]
+        buckets = [b for b in self.buckets if b.chunk == chunk and not (b.is_shared or b.in_place)]
         for bucket in buckets:
             bucket.begin_backward()
         self._due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
@@ -328,13 +303,13 @@ class DataParallel:
             all_weights: whether backward needs all of them at once; else it gets them layer by layer.
         """
         self._by_layer = not all_weights
-        for index in self._chunks[chunk] if all_weights else ():
-            self._acquire(index)
+        for layer in self._chunks[chunk] if all_weights else ():
+            layer.acquire()
 
     def release_parameters(self, chunk: int) -> None:
         """What `hold_parameters` was for is done."""
-        for index in self._chunks[chunk]:
-            self._release(index)
+        for layer in self._chunks[chunk] if self.options.stage == 3 else ():
+            layer.release()
 
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
@@ -347,34 +322,26 @@ class DataParallel:
         if observer.discards:
             for parameter in self.parameters:
                 parameter.grad = None
-        hooks = []
         self._observer = observer
+        # Nobody else asks when those arrive that stay where autograd puts them.
+        hooks = [inlet.hook() for inlet in self._inlets if inlet.bucket.in_place and inlet.parameter.requires_grad]
         try:
-            for parameter in self.parameters:  # nobody else asks when these arrive
-                if self._bucket_of[parameter.spec.name].in_place and parameter.requires_grad:
-                    hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient_in_place))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
             self._observer = None
-            self._dropped.clear()
-            self._shown.clear()
+            for inlet in self._inlets:
+                inlet.dropped, inlet.is_seen = None, False
             if observer.discards:
                 for parameter, gradient in zip(self.parameters, kept, strict=True):
                     parameter.grad = gradient
 
-    def _is_only_seen(self, name: str, gradient: Tensor) -> bool:
-        """Show a gradient to the observer; whether it is to be dropped."""
-        assert self._observer is not None
-        if self._bucket_of[name] not in self._shared_by_chunks:
-            self._observer.see(name, gradient)
-        return self._observer.discards
-
     def finish(self) -> None:
         """Return once every gradient is the sum over its replica group."""
-        for bucket in self._shared_by_chunks:
-            bucket.reduce()
+        for bucket in self.buckets:
+            if bucket.is_shared:
+                bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
         for bucket in self.buckets:
@@ -420,29 +387,10 @@ class DataParallel:
             norms = [torch.linalg.vector_norm(part, 2, dtype=torch.float32) for part in parts]
         return 0.0 * torch.stack(norms).sum()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, ShardedParameter)
-        bucket = self._bucket_of[parameter.spec.name]
-        if parameter.gradient_sum is not None and bucket.has_arrived(parameter.spec.name):
-            return  # a product or a look-up has added it; whether torch calls hooks then depends on its version
-        if self._observer is not None:
-            assert parameter.grad is not None
-            if self._is_only_seen(parameter.spec.name, parameter.grad):
-                parameter.grad = None
-                return
-        self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
-
-    def _on_gradient_in_place(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, ShardedParameter)
-        if parameter.spec.name in self._shown:
-            return  # a look-up has added it; whether torch calls hooks then depends on its version
-        assert parameter.grad is not None
-        if self._is_only_seen(parameter.spec.name, parameter.grad):
-            parameter.grad = None
-
-    def _arrived(self, bucket: Bucket, *, is_last: bool) -> None:
-        if is_last and bucket in self._due:
-            self._begin_reductions(len(self._needs))
+    def _completed(self, bucket: Bucket) -> None:
+        """All gradients of this backward have arrived in a bucket."""
+        if bucket in self._due:
+            self._begin_reductions(sys.maxsize)
 
     def _begin_reductions(self, reached: int) -> None:
         """Begin the reductions that are due, in order, up to the first bucket that still waits for a gradient.
@@ -450,7 +398,7 @@ class DataParallel:
         Args:
             reached: backward has passed all layers after this one: a gradient that they have not computed is zero.
         """
-        while self._due and (not self._due[0].awaits_gradients or self._first_layer[self._due[0]] > reached):
+        while self._due and (not self._due[0].awaits_gradients or self._due[0].first_layer > reached):
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -473,10 +421,6 @@ class DataParallel:
 
     # ---- weights
 
-    def runs_of(self, bucket: Bucket) -> list[LocalRun]:
-        """The runs of a bucket that this rank updates; there may be none."""
-        return self._runs_of.get(bucket, [])
-
     def publish(self) -> None:
         """Make updated master weights the parameters' values, in the order in which layers use them."""
         for bucket in self.in_order_of_use():
@@ -484,13 +428,14 @@ class DataParallel:
 
     def publish_parameter(self, name: str) -> None:
         """Make the updated master weights of one parameter's bucket the values of its parameters."""
-        self._bucket_of[name].publish()
-        if self._bucket_of[name].options.stage < 3:
-            self._bucket_of[name].wait()
+        bucket = self._bucket_of(name)
+        bucket.publish()
+        if bucket.options.stage < 3:
+            bucket.wait()
 
     def in_order_of_use(self) -> list[Bucket]:
         """The buckets, those that the first layers need first."""
-        return _unique(bucket for needs in self._needs for bucket in needs)
+        return _unique(bucket for layer in self.layers for bucket in layer.buckets)
 
     def ready(self) -> None:
         """Wait until all parameters are gathered, below stage 3."""
@@ -526,89 +471,163 @@ class DataParallel:
     def place_of(self, name: str) -> tuple[int, int]:
         """Where the forward uses a parameter: the number of its pipeline stage on this rank, and its number among the
         rank's parameters."""
-        chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
-        return chunk, next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
+        position = next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
+        return self._bucket_of(name).chunk, position
+
+    def _bucket_of(self, name: str) -> Bucket:
+        return next(bucket for bucket in self.buckets if any(member.name == name for member in bucket.members))
 
 
-@dataclass(frozen=True)
-class _SumInBucket:
-    """Where a product or a look-up adds the gradient of a weight."""
+@dataclass(eq=False)
+class Layer:
+    """A layer of this rank.
 
-    data_parallel: DataParallel
-    bucket: Bucket
-    name: str
+    Attributes:
+        position: among the rank's layers.
+        parameters: each once.
+        buckets: of the parameters.
+        again: with exact sums, the parameters that an earlier layer uses too, by their name in the layer.
+    """
+
+    position: int
+    parameters: list[ShardedParameter]
+    buckets: list[Bucket] = field(default_factory=list)
+    again: dict[str, ShardedParameter] = field(default_factory=dict)
+
+    def run(self, module: nn.Module, x: Any) -> Any:
+        """module(x). The gradient of a parameter that an earlier layer uses too is captured separately, as if the two
+        layers were on different stages: autograd would add the gradients in floating point."""
+        if not self.again:
+            return module(x)
+        return functional_call(module, {name: separate_term(p) for name, p in self.again.items()}, (x,))
+
+    def acquire(self) -> None:
+        """Gather the parameters, and keep them until `release`."""
+        for bucket in self.buckets:
+            bucket.users.add(self.position)
+            bucket.wait()
+
+    def prefetch(self) -> None:
+        """Begin to gather them: `acquire` follows."""
+        for bucket in self.buckets:
+            bucket.users.add(self.position)
+            bucket.prefetch()
+
+    def release(self) -> None:
+        """The layer does not need its parameters any more."""
+        for bucket in self.buckets:
+            bucket.users.discard(self.position)
+            if not bucket.users:
+                bucket.release()
+
+
+class _Inlet:
+    """Takes the gradients of a parameter as backward computes them: from autograd, and as a `GradientSum` from a
+    product or a look-up that adds them itself.
+
+    Attributes:
+        dropped: the sum of products that an observer discards.
+        is_seen: whether an observer has seen such a sum.
+    """
+
+    def __init__(self, data_parallel: DataParallel, bucket: Bucket, member: Member) -> None:
+        self.bucket, self.parameter = bucket, member.parameter
+        self._data_parallel, self._member = data_parallel, member
+        self.dropped: Tensor | None = None
+        self.is_seen = False
+
+    def connect(self, *, is_used_once: bool) -> None:
+        """Let the parameter give its gradients here; autograd adds up those of a parameter with several uses."""
+        bucket, parameter = self.bucket, self.parameter
+        if not bucket.in_place:
+            self.hook()
+        if bucket.options.exact_terms:
+            parameter.take_term = self._take_term
+        if is_used_once and (bucket.takes_products or (parameter.takes_rows and bucket.takes_rows)):
+            parameter.gradient_sum = self
+
+    def hook(self) -> RemovableHandle:
+        """Have autograd call `_take`. The hook does not keep its owner alive: the garbage collector cannot see the
+        hooks of a tensor whose node in the graph exists."""
+        reference = weakref.WeakMethod(self._take)
+
+        def hook(parameter: Tensor) -> None:
+            if (take := reference()) is not None:
+                take()
+
+        return self.parameter.register_post_accumulate_grad_hook(hook)
+
+    def _take(self) -> None:
+        """Move the gradient out of `.grad` into the bucket, unless it stays there."""
+        gradient = self.parameter.grad
+        # What a product or a look-up has added is in the sum. Whether torch then calls hooks depends on its version.
+        if self.parameter.gradient_sum is not None and (self.is_seen if self.bucket.in_place else gradient is None):
+            return
+        assert gradient is not None
+        if self._is_discarded(gradient):
+            self.parameter.grad = None
+        elif not self.bucket.in_place:
+            self.bucket.add(self._member, gradient)
+            self.parameter.grad = None
+            self._arrived()
+
+    def _take_term(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        if not self._is_discarded(gradient):
+            self.bucket.add(self._member, gradient)
 
     def buffer(self) -> tuple[Tensor, bool]:
-        observer, dropped = self.data_parallel._observer, self.data_parallel._dropped
-        if observer is not None and observer.discards:
-            held = self.name in dropped
-            if not held:
-                dropped[self.name] = self.bucket.new_sum_of(self.name)
-            return dropped[self.name], held
-        return self.bucket.sum_of(self.name)
+        observer, held = self._data_parallel._observer, self.dropped is not None
+        if observer is None or not observer.discards:
+            return self.bucket.sum_of(self._member)
+        if self.dropped is None:
+            dtype = self.bucket.options.sum_dtype
+            self.dropped = torch.empty(self.parameter.shape, dtype=dtype, device=self.parameter.device)
+        return self.dropped, held
 
     def added(self) -> None:
-        observer, dropped = self.data_parallel._observer, self.data_parallel._dropped
-        if observer is not None:
-            gradient = dropped.pop(self.name) if observer.discards else self.bucket.sum_of(self.name)[0]
-            self.data_parallel._shown.add(self.name)
-            if self.data_parallel._is_only_seen(self.name, gradient):
+        if self._data_parallel._observer is not None:
+            gradient, self.dropped = self.buffer()[0], None
+            self.is_seen = True
+            if self._is_discarded(gradient):
                 return
-        self.data_parallel._arrived(self.bucket, is_last=self.bucket.added(self.name))
+        self._arrived()
+
+    def _is_discarded(self, gradient: Tensor) -> bool:
+        """Show a gradient to the observer, if there is one; whether it is to be dropped."""
+        observer = self._data_parallel._observer
+        if observer is None:
+            return False
+        if not self.bucket.is_shared:
+            observer.see(self._member.name, gradient)
+        return observer.discards
+
+    def _arrived(self) -> None:
+        if self.bucket.arrived(self._member):
+            self._data_parallel._completed(self.bucket)
 
 
-@dataclass(frozen=True)
-class _BeforeBackward:
-    """On stage 3, when backward reaches a layer's output: gather the layer's parameters."""
+class _WhenBackward(torch.autograd.Function):
+    """The identity of several tensors; calls a hook once when backward reaches them."""
 
-    data_parallel: DataParallel
-    index: int
-    chunk: range
+    @staticmethod
+    def forward(ctx: Any, hook: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hook = hook
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
-    def on_backward(self) -> None:
-        self.data_parallel._before_backward(self.index, self.chunk)
-
-
-@dataclass(frozen=True)
-class _AfterBackward:
-    """On stage 3, when backward has passed a layer: release the layer's parameters."""
-
-    data_parallel: DataParallel
-    index: int
-
-    def on_backward(self) -> None:
-        self.data_parallel._release(self.index)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.hook()
+        return None, *grads
 
 
-def _gradient_hook(data_parallel: DataParallel) -> Callable[[Tensor], None]:
-    """A hook of a parameter that does not keep its owner alive: the garbage collector cannot see the hooks of a tensor
-    whose node in the graph exists."""
-    reference = weakref.ref(data_parallel)
-
-    def hook(parameter: Tensor) -> None:
-        if (alive := reference()) is not None:
-            alive._on_gradient(parameter)
-
-    return hook
-
-
-def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
-    """For each layer the parameters that an earlier layer uses too, by their name in the layer."""
-    seen: set[str] = set()
-    repeated = []
-    for layer in layers:
-        named = {n: p for n, p in layer.named_parameters() if isinstance(p, ShardedParameter)}
-        repeated.append({name: p for name, p in named.items() if p.spec.name in seen})
-        seen |= {p.spec.name for p in named.values()}
-    return repeated
-
-
-def _without(
-    parameters: Sequence[ShardedParameter], earlier: Sequence[Sequence[ShardedParameter]]
-) -> list[ShardedParameter]:
-    """The parameters that no earlier layer uses."""
-    seen = {parameter.spec.name for members in earlier for parameter in members}
-    return [parameter for parameter in parameters if parameter.spec.name not in seen]
+def _when_backward(value: Any, hook: Callable[[], None]) -> Any:
+    """The tensor or tuple of tensors `value`; backward calls the hook when it reaches them, if they need gradients:
+    then the gradients of all that follows them in the forward are computed."""
+    if isinstance(value, Tensor):
+        return _WhenBackward.apply(hook, value)[0] if value.requires_grad else value
+    learning = [tensor for tensor in value if tensor.requires_grad]
+    needing = iter(_WhenBackward.apply(hook, *learning) if learning else ())
+    return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
 
 
 def _unique(buckets: Any) -> list[Bucket]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megacore.config.parameter_groups import USUAL, ParameterScale
 from megacore.parallel.sharding import ShardSpec
-from megacore.zero.bucket import Bucket
-from megacore.zero.flat import Segment, round_up
+from megacore.zero.layout import Segment, round_up
+
+if TYPE_CHECKING:
+    from megacore.zero.bucket import Bucket
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,17 +113,31 @@ class LocalSegment:
 
 
 def local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
-    """The segments of a bucket's shard, in runs as long as possible."""
-    specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
-    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in bucket.parameters}
+    """The segments of a bucket's shard, in runs as long as possible.
 
-    def is_matrix(segment: Segment) -> bool:
-        return len(specs[segment.name].shape) >= 2
+    An elementwise operator over a run computes the same bits as one over each segment. Gradients that stay where
+    autograd puts them are not contiguous, and a parameter that the optimizer needs whole is a run by itself.
+    """
+    specs = {member.name: member.parameter.spec for member in bucket.members}
 
-    def scale(segment: Segment) -> ParameterScale:
-        return bucket.options.groups.scale_of(segment.name)
+    def kind(segment: Segment) -> tuple[bool, ParameterScale]:
+        return len(specs[segment.name].shape) >= 2, bucket.options.groups.scale_of(segment.name)
 
-    for members in bucket.contiguous_segments(lambda segment: (is_matrix(segment), scale(segment))):
+    runs: list[list[Segment]] = []
+    for segment in bucket.segments:
+        last = runs[-1][-1] if runs and not bucket.in_place else None
+        if (
+            last is not None
+            and bucket.unsplit.isdisjoint((last.name, segment.name))
+            and last.shard_slice.stop == segment.shard_slice.start
+            and kind(last) == kind(segment)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    shapes = {member.name: tuple(member.parameter.shape) for member in bucket.members}
+    for members in runs:
+        is_matrix, scale = kind(members[0])
         shape = shapes[members[0].name] if members[0].name in bucket.unsplit else None
         stop = members[-1].shard_slice.stop
         if bucket.options.exact_terms and shape is None:
@@ -133,9 +149,9 @@ def local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
             bucket=bucket,
             shard_slice=elements,
             master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
-            is_matrix=is_matrix(members[0]),
+            is_matrix=is_matrix,
             shape=shape,
-            scale=scale(members[0]),
+            scale=scale,
         )
         for segment in members:
             yield LocalSegment(spec=specs[segment.name], segment=segment, run=run)

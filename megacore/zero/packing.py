@@ -23,6 +23,10 @@ _PERCENT = 1
 _SUBSETS = 200
 # In units of which all sizes are multiples: the largest shard whose best subset is found before.
 _SUMS = 1 << 14
+# Least bytes of a rank's share of a bucket, or this part of the bucket where that is less: what each rank
+# sends to each other is a share, and small messages do not use the network (Megatron-LM's buckets grow likewise).
+_SHARE_BYTES = 1 << 20
+_SMALLEST_SHARE = 16
 
 Counts = tuple[tuple[int, int], ...]
 """How many matrices there are of each size, the largest first."""
@@ -39,6 +43,12 @@ class Packing:
 
     shard_size: int
     shard_of: list[int]
+
+
+def grown(bucket_bytes: int, ranks: int) -> int:
+    """The size of a bucket that `ranks` ranks shard: as given, until a rank's share were below 1 MiB or a
+    sixteenth of the bucket; from there on it grows with the ranks."""
+    return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
 def pack(sizes: Sequence[int], shards: int, *, taken: int = 0, unit: int = 1) -> Packing:

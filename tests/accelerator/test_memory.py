@@ -65,7 +65,7 @@ def build(rank: int, world_size: int, directory: str, precision: str, hf: str | 
     before = torch.accelerator.memory_allocated(mesh.device)
     torch.accelerator.reset_peak_memory_stats(mesh.device)
     trainer = Trainer(config, mesh, task, RaggedData(8), None)
-    sizes = [4 * sum(b.layout.size for b in needs) for needs in trainer.model.data_parallel._needs]
+    sizes = [4 * sum(b.layout.size for b in layer.buckets) for layer in trainer.model.data_parallel.layers]
     peak = torch.accelerator.max_memory_allocated(mesh.device) - before
     return Held(peak, torch.accelerator.memory_allocated(mesh.device) - before, max(sizes), sum(sizes))
 

@@ -118,7 +118,7 @@ def updated(rank: int, ranks: int, name: str) -> Weights:
         backward(data_parallel, step, rank, ranks, sums_gradients=optimizer.begin_step(step - 1))
         with torch.no_grad():
             for bucket in data_parallel.in_order_of_use():
-                runs = data_parallel.runs_of(bucket)
+                runs = bucket.runs
                 optimizer.step(runs, [run.gradient for run in runs], lr=LR, factor=torch.ones(()))
             optimizer.finish()
     return {local.spec.name: local.master.view(local.spec.shape).clone() for local in data_parallel.segments}

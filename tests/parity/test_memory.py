@@ -135,7 +135,7 @@ def peaks_of(rank: int, world_size: int, layout: Layout, directory: str) -> list
                 trainer.train_step(next(trainer.batches))
         peaks.look(data_parallel)
         sizes = {id(bucket): 4 * bucket.layout.size for bucket in data_parallel.buckets}
-        peaks.layers = [sum(sizes[id(bucket)] for bucket in needs) for needs in data_parallel._needs]
+        peaks.layers = [sum(sizes[id(bucket)] for bucket in layer.buckets) for layer in data_parallel.layers]
         peaks.buckets = list(sizes.values())
         found.append(peaks)
         data_parallel.ready()

@@ -14,7 +14,7 @@ from megacore.optim.update import clip_factor, square_sum, totals
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.data_parallel import DataParallel
-from megacore.zero.flat import FlatLayout, assign_buckets
+from megacore.zero.layout import FlatLayout, assign_buckets
 from megacore.zero.options import ZeroOptions
 
 ALONE = Mesh(device=torch.device("cpu"))

@@ -58,7 +58,7 @@ def updated(
     optimizer.attach(data_parallel.segments, alone, run)
     for of_step in gradients:
         for bucket in data_parallel.in_order_of_use():
-            runs = data_parallel.runs_of(bucket)
+            runs = bucket.runs
             for parameter in bucket.parameters:
                 parameter.grad = of_step[parameter.spec.name].to(dtype).clone()
             flat = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]

@@ -13,7 +13,7 @@ import torch
 
 from megacore.config.optimizers import MuonConfig
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.zero.flat import FlatLayout, assign_whole
+from megacore.zero.layout import FlatLayout, assign_whole
 from megacore.zero.packing import least_shard, pack
 
 Shape = tuple[int, int]
