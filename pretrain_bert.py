@@ -27,8 +27,8 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.train.planning import check_memory
+from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
-from megacore.train.torch_defaults import set_torch_defaults
 from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
 
@@ -63,11 +63,12 @@ def main(argv: list[str]) -> int:
 
 def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
     """Supply what BERT pretraining consists of, a task and data, and run it on this rank of the mesh."""
+    from megacore.commands.lr_range import range_test
     from megacore.train.bert_task import BertTask
     from megacore.train.trainer import Trainer
 
     train_data, valid_data = build_bert_datasets(config, train_samples=samples_of_run(config))
-    Trainer(config, mesh, BertTask(config, mesh), train_data, valid_data).run()
+    Trainer(config, mesh, BertTask(config, mesh), train_data, valid_data, callbacks=range_test(config)).run()
 
 
 def run() -> NoReturn:

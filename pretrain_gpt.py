@@ -24,8 +24,8 @@ if __name__ == "__main__":
 from megacore.commands.dry_run import dry_run, is_dry_run
 from megacore.commands.pretrain_gpt import read_config, train
 from megacore.config import ResolvedConfig
+from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
-from megacore.train.torch_defaults import set_torch_defaults
 from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
 

@@ -22,7 +22,7 @@ from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import world_size
-from megacore.train.torch_optimizer import decays, of_torch
+from megacore.train.engine_settings import decays, of_torch
 
 # What an engine has, besides the sections parallel, precision, optimizer and those of the optimizers.
 _OF_LOGGING = ("csv", "tensorboard_dir", "wandb_project", "wandb_entity", "wandb_group", "profile_steps")

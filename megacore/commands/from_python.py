@@ -17,7 +17,7 @@ from megacore.parallel.products import Products
 from megacore.train.callbacks import Callback, Run
 from megacore.train.launch import Job
 from megacore.train.peers import HANDLED
-from megacore.train.torch_defaults import set_torch_defaults
+from megacore.train.starting import set_torch_defaults
 from megacore.train.trainer import Trainer
 from megacore.train.watchdog import watchdog
 

@@ -68,6 +68,7 @@ def train(
     Returns:
         What trained, after the last step.
     """
+    from megacore.commands.lr_range import range_test
     from megacore.models.gpt import gpt_layers
     from megacore.parallel.products import TORCH
     from megacore.train.gpt_task import GPTTask
@@ -77,6 +78,6 @@ def train(
     weights = None if source is None else WeightsFromHF(Path(source), ignored)
     task = GPTTask(config, mesh, weights=weights, products=products or TORCH, layers=layers or gpt_layers)
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
-    trainer = Trainer(config, mesh, task, train_data, valid_data, callbacks=callbacks)
+    trainer = Trainer(config, mesh, task, train_data, valid_data, callbacks=[*range_test(config), *callbacks])
     trainer.run()
     return trainer

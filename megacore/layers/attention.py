@@ -36,7 +36,7 @@ from megacore.parallel.sharding import split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
-class Mixing(TypedDict):
+class Mixing(TypedDict, total=False):
     """Which positions a block's attention sees, and how it knows them; see `Attention`."""
 
     causal: bool
@@ -273,7 +273,11 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         "--recompute": (context.recompute_attention, "selective", "use --recompute full"),
         "--window-size": (mixing["window"] is not None, f"{mixing['window']}", "leave it out"),
         "--position-embedding-type": (rope, "rope", "use --position-embedding-type learned"),
-        "--position-embedding-type alibi": (mixing["alibi"] is not None, "", "use --position-embedding-type learned"),
+        "--position-embedding-type alibi": (
+            mixing["alibi"] is not None,
+            "",
+            "use --position-embedding-type learned",
+        ),
         "--num-query-groups": (config.query_groups != heads, f"{config.query_groups}", f"use {heads}, or leave it out"),
         "--qk-layernorm": (config.qk_layernorm, "", "leave it out"),
         "--clip-qkv": (config.clip_qkv is not None, f"{config.clip_qkv}", "leave it out"),

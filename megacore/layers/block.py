@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, Unpack, cast, overload
+from typing import Any, ClassVar, Protocol, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from megacore.layers.attention import Mixing, SelfAttention, refuse_unsupported
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.norm import LayerNorm, build_norm
-from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel, joined_columns_parallel
@@ -47,13 +46,16 @@ class MLP(nn.Module):
         context: groups, device and what else a layer is built with.
     """
 
+    inputs: ClassVar[tuple[str, ...]] = ("up",)
+    """The projections of the input, in the order of the parameters."""
+    up: ColumnParallelLinear
+
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h, inner, bias = config.hidden_size, config.inner_size, config.mlp_bias
         self.activation = config.activation
-        if config.gated:
-            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
-        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
+        for name in self.inputs:
+            self.add_module(name, ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments))
         self.down = RowParallelLinear(
             inner, h, bias=bias, ends_recomputed=context.recompute_full, **context.linear_arguments
         )
@@ -76,6 +78,9 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """The MLP that multiplies two projections of its input (Shazeer 2020, arXiv 2002.05202). They are separate
     parameters, so that a rank's slice of each is contiguous, and share the communication of the input."""
+
+    inputs = ("gate", "up")
+    gate: ColumnParallelLinear
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__(config, context)
@@ -203,13 +208,10 @@ class TransformerBlock(nn.Module):
         config: sizes, kinds of layers and dropout.
         context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
-        causal: no position sees a later one.
-        window: number of most recent positions that are seen; None: all.
-        rotary: turns queries and keys by their positions; None: nothing does.
-        alibi: bias by distance, of this rank's heads.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
         attention: builds attention; None: the configuration says which.
         mlp: builds what follows attention.
+        mixing: keyword arguments of `Attention`.
 
     Raises:
         ConfigError: the run asks for what `attention` does not have.
@@ -221,13 +223,10 @@ class TransformerBlock(nn.Module):
         context: BuildContext,
         name: str,
         *,
-        causal: bool = True,
-        window: int | None = None,
-        rotary: Rotary | None = None,
-        alibi: ops.Alibi | None = None,
         attention_norm: bool = True,
         attention: BuildsAttention | None = None,
         mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = build_mlp,
+        **mixing: Unpack[Mixing],
     ) -> None:
         super().__init__()
         norm = partial(build_norm, config, device=context.device)
@@ -236,7 +235,7 @@ class TransformerBlock(nn.Module):
         self.beside = context.beside
         self.attention_norm: Norm = norm() if attention_norm and reads_normed else Unnormed()
         self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
-        mixing: Mixing = {"causal": causal, "window": window, "rotary": rotary, "alibi": alibi}
+        mixing = {"causal": True, "window": None, "rotary": None, "alibi": None, **mixing}
         build = attention or (LatentAttention if config.multi_latent_attention else SelfAttention)
         self.attention = build(config, context, f"{name}.attention", **mixing)
         refuse_unsupported(self.attention, config, context, mixing)

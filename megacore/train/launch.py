@@ -47,8 +47,7 @@ from megacore.parallel.mesh import (
     world_size,
 )
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
-from megacore.train.causes import lost_connection, outside_cause
-from megacore.train.ending import exit_with, report_cause
+from megacore.train.failures import exit_with, lost_connection, outside_cause, report_cause
 from megacore.train.freed_memory import keep_what_is_freed
 from megacore.train.memory_check import fits_everywhere
 from megacore.train.metrics import device_name

@@ -21,7 +21,7 @@ from typing import NoReturn
 from megacore.errors import EXIT_HUNG
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.train.ending import exit_with, report_cause
+from megacore.train.failures import exit_with, report_cause
 from megacore.train.stopping import ENDING
 from megacore.train.watchdog import watchdog
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from megacore.train.callbacks import Callback
 from megacore.train.history import History
-from megacore.train.lr_range import RangeTest
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.replicas import ReplicaCheck, ReplicaChecks
 from megacore.train.tracing import Tracer
@@ -35,7 +34,6 @@ def standard_callbacks(trainer: Trainer) -> list[Callback]:
         *_trackers(trainer),
         *_tracers(trainer),
         *_profilers(trainer),
-        *([RangeTest()] if trainer.config.optimizer.lr_range_test else []),
     ]
 
 

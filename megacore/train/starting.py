@@ -1,6 +1,7 @@
-"""What the first rank says between Enter and the log, line by line: most of that time goes into imports.
+"""What happens before torch is loaded: the first rank says that the run starts, and torch gets better defaults.
 
-An entry point calls `announce` before its own imports, so this module imports nothing that takes time.
+Most of the time between Enter and the log goes into imports. An entry point calls `announce` before its own, so this
+module imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import MutableMapping
 from typing import ClassVar
 
 REHEARSAL = "MEGACORE_REHEARSE"
@@ -52,3 +54,24 @@ def announce_stage(stage: str) -> None:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it; the log finds out
         print(line, flush=True)
+
+
+# What torch reads from the environment as it is loaded. Both concern CUDA: runs on a CPU are the same without them.
+DEFAULTS = {
+    # Freed memory serves allocations of other sizes: what is reserved stays near what is used.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Communication starts before kernels of the computation that wait for a free processor.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+}
+_OLDER_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}
+
+
+def set_torch_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what the user has not set, under this or an older name. Call it before torch is imported.
+
+    Args:
+        environment: of this process.
+    """
+    for name, value in DEFAULTS.items():
+        if not any(known in environment for known in (name, *_OLDER_NAMES.get(name, ()))):
+            environment[name] = value

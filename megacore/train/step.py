@@ -29,8 +29,10 @@ from megacore.parallel.heartbeat import Phase, operations_differ, phase, section
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
-from megacore.train.features import step_hooks
-from megacore.train.parallelize import parallelize
+from megacore.train.expert_balance import ExpertBalance
+from megacore.train.gradient_noise import GradientNoise
+from megacore.train.parallelize import ParallelModel, parallelize
+from megacore.train.replay import Replay
 from megacore.train.step_hooks import StepHook
 from megacore.train.task import Task
 from megacore.train.watchdog import watchdog
@@ -425,3 +427,15 @@ def _way_on(is_corruption: bool) -> str:
         "Resume from the last checkpoint (--load auto). If the same step fails again, the run diverges: use a smaller "
         "--lr. If it does not, memory or a processor of that rank may be faulty"
     )
+
+
+def step_hooks(model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list[StepHook]:
+    """The hooks (step_hooks.py) that a configuration asks for, in the order in which they are called."""
+    hooks: list[StepHook] = []
+    if config.model.experts is not None:
+        hooks.append(ExpertBalance(model.chunks, config, mesh))
+    if config.logging.gradient_noise_interval:
+        hooks.append(GradientNoise(config))
+    if config.watch.replay_interval:
+        hooks.append(Replay(model, config, mesh))
+    return hooks

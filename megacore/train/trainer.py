@@ -25,10 +25,9 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
-from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
+from megacore.train.metrics import StepClock, StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving

@@ -27,7 +27,7 @@ from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
 from megacore.config import LoggingConfig, validate
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.train import clock
+from megacore.train import metrics
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
@@ -120,7 +120,7 @@ def run(directory: Path, *callbacks: Callback, **changes: Any) -> None:
 
 def test_time_of_logs_and_evaluations_is_no_time_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     takes, collect = Takes(), Collect()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: takes.now))
     run(tmp_path, takes, collect, log_interval=1)
     assert collect.columns["perf/step_time_s"] == [1.0] * 4
 
@@ -129,7 +129,7 @@ def records_on_clocks(rank: int, world_size: int, directory: str) -> dict[str, l
     """A run in which every rank measures another time per step."""
     takes, collect = Takes(seconds=1.0 + rank), Collect()
     config = make_config((1, 2, 1), directory, train_iters=2, log_interval=1, num_layers=2)
-    with patch.object(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now)):
+    with patch.object(metrics, "time", SimpleNamespace(perf_counter=lambda: takes.now)):
         make_trainer(config, build_mesh(config.parallel), callbacks=[takes, collect]).run()
     return collect.columns
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.commands.lr_range import PICTURE, TABLE
+from megacore.commands.pretrain_gpt import train
 from megacore.config import OptimizerConfig
 from megacore.config.rampup import BatchSizes, Ramp
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.parallel.mesh import Mesh
-from megacore.train.lr_range import PICTURE, TABLE
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import make_config
 from tests.unit.refusals import GOOD, parse
 from tools import draw_lr
 
@@ -97,7 +98,7 @@ def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) ->
 def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, Any] = {"lr_range_test": True, "lr_range_test_start": 1e-4, "lr": 10.0, "num_layers": 1}
     config = make_config((1, 1, 1), tmp_path, **changes, lr_warmup_iters=0, train_iters=60)
-    make_trainer(config, Mesh(device=torch.device("cpu"))).run()
+    train(config, Mesh(device=torch.device("cpu")))  # as the entry point does
     rows = (tmp_path / TABLE).read_text(encoding="utf-8").splitlines()[1:]
     expected = [1e-4 * 1e5 ** (i / 59) for i in range(len(rows))]
     assert [float(row.split(",")[0]) for row in rows] == pytest.approx(expected)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megacore.parallel.mesh import lost_store
-from megacore.train.causes import lost_connection
+from megacore.train.failures import lost_connection
 
 EXIT = "A call failed possibly due to a network error or a remote process exiting prematurely."
 

@@ -17,7 +17,7 @@ import torch
 from megacore.errors import ConfigError
 from megacore.train import launch
 from megacore.train.launch import Job
-from megacore.train.torch_defaults import DEFAULTS, set_torch_defaults
+from megacore.train.starting import DEFAULTS, set_torch_defaults
 from tests.unit.packaging_builds import ROOT
 
 

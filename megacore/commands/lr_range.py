@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacore.config import ResolvedConfig
 from megacore.drawing.canvas import save
 from megacore.drawing.curves import Curve, curves
 from megacore.train.callbacks import Callback, Run
@@ -15,6 +16,11 @@ PICTURE, TABLE = "lr_range_test.svg", "lr_range_test.csv"
 _SMOOTHING = 0.9
 _DIVERGED = 4.0  # times the least smoothed loss
 _FIRST = 5  # steps without a judgement: the mean of a few losses says little
+
+
+def range_test(config: ResolvedConfig) -> list[Callback]:
+    """What an entry point gives its trainer for --lr-range-test."""
+    return [RangeTest()] if config.optimizer.lr_range_test else []
 
 
 class RangeTest(Callback):
