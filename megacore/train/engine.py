@@ -53,7 +53,7 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
-from megacore.train.engine_settings import ChoosesOptimizer, checked_config, replicas, without_times
+from megacore.train.engine_settings import ChoosesOptimizer, EngineSettings, replicas, without_times
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import (
     Divide,
@@ -174,11 +174,10 @@ class PipelineEngine:
             compile_backend=compile_backend,
             global_batch_size=num_microbatches * replicas(parallel or ParallelConfig()),
         )
-        self.config = checked_config(
-            self.layers,
+        self.config = EngineSettings(
             parallel=without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
-            settings=optimizer_settings,
+            optimizer_settings=optimizer_settings,
             precision=precision or PrecisionConfig(precision="fp32"),
             training=training,
             logging=logging or LoggingConfig(),
@@ -186,7 +185,7 @@ class PipelineEngine:
             spikes=spikes or SpikeConfig(),
             average=average or AverageConfig(),
             weighs_by_samples=reduction == "mean" and count is None,
-        )
+        ).resolved(self.layers)
         check_schedule(self.config)
         if reproducible:
             compute_reproducibly()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -49,93 +50,104 @@ def without_times(parallel: ParallelConfig) -> ParallelConfig:
     return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
 
 
-def checked_config(
-    layers: Sequence[Layer],
-    *,
-    parallel: ParallelConfig,
-    optimizer: ChoosesOptimizer,
-    settings: OptimizerSettings | Sequence[OptimizerSettings] | None,
-    precision: PrecisionConfig,
-    training: TrainingConfig,
-    logging: LoggingConfig,
-    watch: WatchConfig,
-    spikes: SpikeConfig,
-    average: AverageConfig,
-    weighs_by_samples: bool,
-) -> ResolvedConfig:
-    """The configuration of the run, resolved; its model and data sections mean nothing here.
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine is given, besides its layers; see `PipelineEngine`.
 
-    Raises:
-        ConfigError: everything that is wrong with it.
+    Attributes:
+        weighs_by_samples: whether the loss of a microbatch counts by its number of samples.
     """
-    problems: list[str] = []
-    stages = parallel.pp * parallel.virtual_stages
-    if not isinstance(optimizer, OptimizerConfig):
-        optimizer, settings = _translated(optimizer, settings, problems)
-    optimizer, chosen = _optimizer_of(optimizer, settings, problems)
-    for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
-        if (value := getattr(logging, name)) != field_infos(LoggingConfig)[name].default:
-            problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
-    if parallel.tp > 1 and not is_split(layers):
-        problems.append(
-            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
-            "group=mesh.layer"
-        )
-    if parallel.sequence_parallel:
-        problems.append("sequence_parallel is GPT's and BERT's: leave it out")
-    if parallel.cp > 1:
-        problems += undivided(layers, parallel.cp)
-        if training.reproducible:
+
+    parallel: ParallelConfig
+    optimizer: ChoosesOptimizer
+    optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None
+    precision: PrecisionConfig
+    training: TrainingConfig
+    logging: LoggingConfig
+    watch: WatchConfig
+    spikes: SpikeConfig
+    average: AverageConfig
+    weighs_by_samples: bool
+
+    def resolved(self, layers: Sequence[Layer]) -> ResolvedConfig:
+        """The configuration of the run; its model and data sections mean nothing here.
+
+        Raises:
+            ConfigError: everything that is wrong with it.
+        """
+        parallel, training = self.parallel, self.training
+        optimizer, settings = self.optimizer, self.optimizer_settings
+        problems: list[str] = []
+        stages = parallel.pp * parallel.virtual_stages
+        if not isinstance(optimizer, OptimizerConfig):
+            optimizer, settings = _translated(optimizer, settings, problems)
+        optimizer, chosen = _optimizer_of(optimizer, settings, problems)
+        for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
+            if (value := getattr(self.logging, name)) != field_infos(LoggingConfig)[name].default:
+                problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
+        if parallel.tp > 1 and not is_split(layers):
             problems.append(
-                f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a rank, "
-                "and round otherwise than one process: use cp 1, or leave reproducible out"
+                f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
+                "group=mesh.layer"
             )
-        if weighs_by_samples:
+        if parallel.sequence_parallel:
+            problems.append("sequence_parallel is GPT's and BERT's: leave it out")
+        if parallel.cp > 1:
+            problems += undivided(layers, parallel.cp)
+            if training.reproducible:
+                problems.append(
+                    f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a rank, "
+                    "and round otherwise than one process: use cp 1, or leave reproducible out"
+                )
+            if self.weighs_by_samples:
+                problems.append(
+                    f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
+                    'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
+                )
+            if parallel.cp_comm != "auto":
+                problems.append(
+                    f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "
+                    f'SequenceShards(mesh.sequence, "{parallel.cp_comm}")'
+                )
+        if parallel.pipeline_layout is not None:
+            problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
+        if parallel.pipeline_balance == "flops":
+            problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
+        if training.recompute not in ("none", "full"):
+            problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+        if self.spikes.on_spike == "rollback":
             problems.append(
-                f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
-                'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
+                "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
             )
-        if parallel.cp_comm != "auto":
+        if stages > max(len(layers), 1):
+            most = "1 stage" if len(layers) == 1 else f"{len(layers)} stages or less"
             problems.append(
-                f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "
-                f'SequenceShards(mesh.sequence, "{parallel.cp_comm}")'
+                f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
+                f"{counted(len(layers), 'layer')}: use {most}, or cut the model into more layers"
             )
-    if parallel.pipeline_layout is not None:
-        problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
-    if parallel.pipeline_balance == "flops":
-        problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
-    if training.recompute not in ("none", "full"):
-        problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
-    if spikes.on_spike == "rollback":
-        problems.append(
-            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
-        )
-    if stages > max(len(layers), 1):
-        most = "1 stage" if len(layers) == 1 else f"{len(layers)} stages or less"
-        problems.append(
-            f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
-            f"{counted(len(layers), 'layer')}: use {most}, or cut the model into more layers"
-        )
-    elif not problems:
-        config = with_registered(Config)(
-            model=ModelConfig(
-                num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
-            ),
-            data=DataConfig(mock_data=True, seq_length=1024 * parallel.cp),
-            parallel=parallel,
-            optimizer=optimizer,
-            precision=precision,
-            training=training,
-            logging=logging,
-            watch=watch,
-            spikes=spikes,
-            average=average,
-            **chosen,
-        )
-        problems += validate(config, world_size())
-        if not problems:
-            return config.resolve(world_size())
-    raise ConfigError(problems)
+        elif not problems:
+            config = with_registered(Config)(
+                model=ModelConfig(
+                    num_layers=max(len(layers), 1),
+                    vocab_size=1,
+                    hidden_size=parallel.tp,
+                    num_attention_heads=parallel.tp,
+                ),
+                data=DataConfig(mock_data=True, seq_length=1024 * parallel.cp),
+                parallel=parallel,
+                optimizer=optimizer,
+                precision=self.precision,
+                training=training,
+                logging=self.logging,
+                watch=self.watch,
+                spikes=self.spikes,
+                average=self.average,
+                **chosen,
+            )
+            problems += validate(config, world_size())
+            if not problems:
+                return config.resolve(world_size())
+        raise ConfigError(problems)
 
 
 def _translated(
