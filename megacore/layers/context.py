@@ -169,4 +169,4 @@ class BuildContext:
         # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.
         part, parts = (self.layer_group.rank, self.layer_group.size) if self.sequence_parallel else (0, 1)
         shard = self.sequence.group.rank * parts + part
-        return Dropout(config.hidden_dropout, self.streams, site, shard=shard, blocks=self.blocks)
+        return Dropout(config.hidden_dropout, self.streams, site, shard=shard)

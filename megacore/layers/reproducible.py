@@ -21,6 +21,7 @@ from megacore.layers.norm import (
 )
 from megacore.parallel import reproducible
 from megacore.parallel.canonical import Blocks, heads_are_aligned, joined_blocks
+from megacore.parallel.random import Dropout
 
 
 class LayerNormOfBlocks(LayerNorm):
@@ -85,6 +86,21 @@ class NormOfEachHeadOfBlocks(NormOfEachHead):
         weights = self.blocks.terms(self.weight, len(held), gathered=not summed_later)
         parts = zip(self.blocks.split(x, 2), weights, held, strict=True)
         return joined_blocks([self.normed(part, weight, one, self.blocks.count) for part, weight, one in parts], 2)
+
+
+class DropoutOfBlocks(Dropout):
+    """Every block of positions has the mask of its number, whoever holds it."""
+
+    blocks: Blocks
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + dropout(x)"""
+        dropped: Tensor = self(x)
+        return residual + dropped
+
+    def _mask(self, x: Tensor) -> Tensor:
+        parts = zip(x.split(self.blocks.sizes_of_positions(x.shape[1]), 1), self.blocks.held_positions, strict=True)
+        return torch.cat([self._drawn(part, number) for part, number in parts], 1)
 
 
 class AttentionOfBlocks(Attention):
@@ -153,6 +169,7 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: RMSNormOfBlocks,
     JointHeadNorm: JointHeadNormOfBlocks,
     NormOfEachHead: NormOfEachHeadOfBlocks,
+    Dropout: DropoutOfBlocks,
     SelfAttention: SelfAttentionOfBlocks,
     LatentAttention: LatentAttentionOfBlocks,
 }

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.ops.dispatch import custom_op
 from megacore.ops.dropout import philox
-from megacore.parallel.canonical import Blocks
 from megacore.parallel.sharding import ShardSpec
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -155,15 +154,11 @@ class Dropout(nn.Module):
         site: global name of the position in the model.
         shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
             must then draw the same mask.
-        blocks: of positions, each with a mask of its number instead of the shard's; None: the shard has one.
     """
 
-    def __init__(
-        self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0, blocks: Blocks | None = None
-    ) -> None:
+    def __init__(self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0) -> None:
         super().__init__()
         self.probability, self.streams, self.site, self.shard = probability, streams, site, shard
-        self.blocks = blocks if blocks is not None and blocks.divide else None
         self._scale = float(np.float32(1.0) / np.float32(1.0 - probability))
         self._seed = torch.zeros((), dtype=torch.int64)
 
@@ -181,7 +176,7 @@ class Dropout(nn.Module):
         """residual + dropout(x), of two tensors of one shape and dtype; on a device with kernels in one pass."""
         if not self.drops:
             return residual + x
-        if ops.uses_triton(x) and not torch.compiler.is_compiling() and self.blocks is None:
+        if ops.uses_triton(x) and not torch.compiler.is_compiling():
             seed = self.streams.seed(self.site, self.shard)
             return ops.dropout_add(x, residual, probability=self.probability, seed=seed)
         dropped: Tensor = self(x)
@@ -193,15 +188,14 @@ class Dropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             mask: Tensor = _kept(self._seed, x.shape, 1.0 - self.probability, x.device)
-        elif self.blocks is not None:
-            sizes = self.blocks.sizes_of_positions(x.shape[1])
-            numbers = self.blocks.held_positions
-            mask = torch.cat([self._drawn(x[:, :size], n) for size, n in zip(sizes, numbers, strict=True)], 1)
         else:
-            mask = self._drawn(x, self.shard)
+            mask = self._mask(x)
         # The factor stays a Python number, which torch multiplies by in fp32: 1 / 0.9 in bf16 is 1.109, and every
         # activation would be 0.16% too small. The mask comes second, so that backward scales no dropped gradient.
         return (x * self._scale).mul_(mask)
+
+    def _mask(self, x: Tensor) -> Tensor:
+        return self._drawn(x, self.shard)
 
     def _drawn(self, like: Tensor, shard: int) -> Tensor:
         mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)

@@ -96,13 +96,13 @@ class EngineSettings:
             problems += undivided(layers, parallel.cp)
             if training.reproducible:
                 problems.append(
-                    f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a rank, "
-                    "and round otherwise than one process: use cp 1, or leave reproducible out"
+                    f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a "
+                    "rank, and round otherwise than one process: use cp 1, or leave reproducible out"
                 )
             if self.weighs_by_samples:
                 problems.append(
-                    f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
-                    'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
+                    f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ '
+                    'in their number of terms: give count=lambda targets: ..., or use reduction "sum"'
                 )
             if parallel.cp_comm != "auto":
                 problems.append(
