@@ -12,7 +12,7 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,15 @@ from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
-from megacore.parallel.loss import vocab_parallel_argmax, vocabulary_share
+from megacore.parallel.loss import vocab_parallel_argmax
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardedParameter
-from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
+from megacore.train.task import TransformerTask
 
 _NO_PAIR = -1
 
 
-class BertTask(Task):
+class BertTask(TransformerTask):
     """Predict masked tokens and, with a sentence task, how two segments belong together.
 
     Args:
@@ -44,6 +42,7 @@ class BertTask(Task):
     """
 
     batch_type = BertBatch
+    config: ResolvedBertConfig
     layers_from = "configuration"
 
     def __init__(self, config: ResolvedBertConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
@@ -53,18 +52,15 @@ class BertTask(Task):
         )
         losses = ("mlm_loss", "sentence_loss") if config.bert.has_sentence_head else ("mlm_loss",)
         accuracies = tuple(name.replace("loss", "accuracy") for name in losses)
-        super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
-        self.config, self.group, self.sequence = config, mesh.layer, context.sequence
-        self.scored, self.blocks = context.attended, context.blocks
-        self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
-        self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
+        super().__init__(
+            config,
+            context,
+            bert_layers(config, context),
+            weights or RandomWeights(config.model, seed=config.training.seed),
+            loss_names=losses,
+            evaluation_names=losses + accuracies,
+        )
         self.has_pairs = config.bert.has_sentence_head
-        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
-        self.compiled_loss = compiled_loss(config)
-
-    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Give a rank's named parameters their values, in place."""
-        self.weights.fill(parameters)
 
     def of_rank(self, microbatch: BertBatch) -> BertBatch:
         """This rank's positions, with the document numbers of the whole sequence, by which attention masks. A pair is
@@ -84,14 +80,6 @@ class BertTask(Task):
     def first_input(self, microbatch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and segments of this rank's positions, and the document numbers of whole sequences, [b, s] each."""
         return microbatch.tokens, microbatch.token_types, microbatch.documents
-
-    def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
-        """The hidden states and the document numbers, between any two stages."""
-        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
-
-    def last_inputs(self, microbatch: BertBatch) -> tuple[Tensor, ...]:
-        """The labels [b, s], where the head computes the loss."""
-        return (microbatch.labels,) if self.head_has_loss else ()
 
     def loss(self, output: Output, microbatch: BertBatch) -> Tensor:
         """Sums over masked tokens and, with a sentence task, over pairs: fp32 [1] or [2]."""

@@ -6,7 +6,7 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,16 +20,13 @@ from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWei
 from megacore.models.spec import DescribesLayers
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.experts import ExpertRanks
-from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardedParameter
-from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
+from megacore.train.task import TransformerTask
 
 
-class GPTTask(Task):
+class GPTTask(TransformerTask):
     """Predict the next token.
 
     The loss is a sum, not a mean: it is divided by the tokens of the whole global batch, so that microbatches and
@@ -58,23 +55,12 @@ class GPTTask(Task):
         )
         experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
         context = dataclasses.replace(context, products=products, experts=experts)
-        super().__init__(layers(config.model, context), streams)
+        drawn = RandomWeights(config.model, seed=config.training.seed, width_ratio=config.width_ratio)
+        super().__init__(config, context, layers(config.model, context), weights or drawn)
         self.beside = config.beside_hidden_states
         if self.beside:
             self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
         self.layers_from = "configuration" if layers is gpt_layers else "program"
-        self.config, self.group, self.sequence = config, mesh.layer, context.sequence
-        self.scored, self.blocks = context.attended, context.blocks
-        self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
-        self.weights: InitialWeights = weights or RandomWeights(
-            config.model, seed=config.training.seed, width_ratio=config.width_ratio
-        )
-        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
-        self.compiled_loss = compiled_loss(config)
-
-    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Give a rank's named parameters their values, in place."""
-        self.weights.fill(parameters)
 
     def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Give what belongs to a rank's layers and is no parameter its values, in place."""
@@ -101,14 +87,6 @@ class GPTTask(Task):
         if isinstance(microbatch, PaddedMicrobatch):
             known["padding"] = microbatch.padding
         return (microbatch.tokens, *(known[name] for name in self.beside))
-
-    def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
-        """The hidden states, and what travels with them, between any two stages."""
-        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
-
-    def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
-        """The labels [b, s], where the head computes the loss."""
-        return (microbatch.labels,) if self.head_has_loss else ()
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """Logits [b, s, padded V/t], or the losses [b, s] where the head has them -> summed cross-entropy, scalar

@@ -15,28 +15,19 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.data import Batch, Microbatch
+from megacore.layers.context import BuildContext
+from megacore.models.initialize import InitialWeights
 from megacore.models.spec import LayerSpec
 from megacore.ops import summed_cross_entropy
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.compiled import alias, compile_function
-from megacore.parallel.mesh import Group
+from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
-
-
-def compiled_loss(config: ResolvedConfig) -> Callable[..., Tensor] | None:
-    """`summed_cross_entropy` as compiled code; None without --compile. Where the head computes the loss in chunks it is
-    not needed."""
-    training = config.training
-    if not training.compile:
-        return None
-    split = training.reproducible or config.parallel.may_split_backward
-    compiled = compile_function(summed_cross_entropy, backend=training.compile_backend, split_backward=split)
-    return lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
 
 class Task(ABC):
@@ -131,15 +122,54 @@ class Task(ABC):
         return 0.0
 
 
-def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
-    """The input and output of a transformer block of the configured shape: [b, s, h] of this rank's positions, or
-    [b, s/t, h] if the ranks of the layer group split them."""
-    positions = config.rank_positions // (group.size if config.parallel.sequence_parallel else 1)
-    shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
-    return TensorSpec(shape, DTYPES[config.precision.precision])
+class TransformerTask(Task):
+    """What GPT and BERT share: a configured model on tokens, whose loss is a cross-entropy.
 
+    Args:
+        config: resolved.
+        context: with which the layers were described.
+        layers: specs of the whole model.
+        weights: where initial values come from.
+        loss_names: as for `Task`.
+        evaluation_names: likewise.
+    """
 
-def beside_specs(config: ResolvedConfig) -> tuple[TensorSpec, ...]:
-    """What travels with the hidden states, such as the document numbers of a microbatch's positions: [b, s] each."""
-    shape = config.training.micro_batch_size, config.data.seq_length
-    return tuple(TensorSpec(shape, torch.int64) for _ in config.beside_hidden_states)
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        context: BuildContext,
+        layers: Sequence[LayerSpec],
+        weights: InitialWeights,
+        *,
+        loss_names: tuple[str, ...] = (),
+        evaluation_names: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(layers, context.streams, loss_names=loss_names, evaluation_names=evaluation_names)
+        self.config, self.group, self.sequence = config, context.layer_group, context.sequence
+        self.scored, self.blocks, self.weights = context.attended, context.blocks, weights
+        self.share = vocabulary_share(config.model.vocab_size, context.layer_group)
+        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
+        self.compiled_loss: Callable[..., Tensor] | None = None  # not needed where the head has the loss
+        if config.training.compile:
+            split = config.training.reproducible or config.parallel.may_split_backward
+            backend = config.training.compile_backend
+            compiled = compile_function(summed_cross_entropy, backend=backend, split_backward=split)
+            self.compiled_loss = lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
+
+    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        self.weights.fill(parameters)
+
+    def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
+        """Between any two stages: the hidden states [b, s, h] of this rank's positions, or [b, s/t, h] if the ranks of
+        the layer group split them, and what travels with them, such as document numbers, [b, s] each."""
+        config = self.config
+        samples, positions = config.training.micro_batch_size, config.rank_positions
+        split = self.group.size if config.parallel.sequence_parallel else 1
+        hidden = TensorSpec((samples, positions // split, config.model.hidden_size), DTYPES[config.precision.precision])
+        beside = TensorSpec((samples, config.data.seq_length), torch.int64)
+        return hidden, *(beside for _ in config.beside_hidden_states)
+
+    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
+        """The labels [b, s], where the head computes the loss."""
+        return (microbatch.labels,) if self.head_has_loss else ()
