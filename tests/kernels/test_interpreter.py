@@ -2,7 +2,7 @@
 
 The interpreter has to be chosen before Triton is first imported, and whoever imported it otherwise cannot change that:
 these files run in a process of their own. They take minutes: outside of continuous integration (CI is set there) they
-are skipped while everything they read is as when they last passed.
+are skipped while kernels/, megacore/ops/ and these tests are as when they last passed.
 """
 
 from __future__ import annotations
