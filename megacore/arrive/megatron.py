@@ -437,6 +437,48 @@ def _cp_comm(value: Value) -> Translation:
     return Translation(implied={} if ours is None or is_alone else {"cp_comm": ours})
 
 
+# ---- fp8 -------------------------------------------------------------------------------------------------------------
+
+_FP8_RECIPES = {"delayed": "tensorwise", "tensorwise": "tensorwise", "blockwise": "blockwise"}
+_FP8_ON = ("--fp8-format", "--fp8-e4m3", "--fp8-hybrid")
+
+
+def _fp8(value: Value) -> Translation:
+    """--fp8 of the recipe; the switches of earlier versions are formats, and their recipe the delayed one."""
+    form, recipe = value.value or value.name.removeprefix("--fp8-"), value.run.others.get("--fp8-recipe", "delayed")
+    if form not in ("e4m3", "hybrid"):
+        raise ValueError(f"{value} is not known: use e4m3 or hybrid, or --fp8")
+    if recipe not in _FP8_RECIPES:
+        raise ValueError(
+            f"--fp8-recipe {recipe} has no counterpart: use --fp8-recipe blockwise, or --fp8 blockwise, rowwise or "
+            "tensorwise"
+        )
+    ours = _FP8_RECIPES[recipe]
+    gradients = "e4m3" if ours == "blockwise" else "e5m2"
+    differences = [
+        "scales are those of the numbers at hand, not of earlier steps" if recipe == "delayed" else "",
+        f"gradients are {gradients}" if (form == "e4m3") != (gradients == "e4m3") else "",
+        "gradients of weights are computed in 16 bits",
+    ]
+    return Translation({"fp8": ours}, note=f"--fp8 {ours}: {', '.join(filter(None, differences))}")
+
+
+def _fp8_recipe(value: Value) -> Translation:
+    """--fp8-format reads it; without that it means nothing."""
+    return Translation()
+
+
+def _blocks_in_bf16(value: Value) -> Translation:
+    if not any(name in value.run.others for name in _FP8_ON):
+        return Translation()
+    first, last = (
+        whole(Value(name, value.run.others.get(name, "1"), value.run))
+        for name in ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+    )
+    kept = [*range(first), *range(-last, 0)]
+    return Translation({"fp8_skip": ",".join(map(str, kept))} if kept else {})
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 

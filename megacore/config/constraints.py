@@ -13,6 +13,7 @@ from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import field_of_optimizer
+from megacore.config.fp8 import FP8_RULES
 from megacore.config.messages import counted, divisors, number, one_of
 from megacore.config.mup import MUP_OPTIMIZERS
 from megacore.config.optimizers import OPTIMIZERS
@@ -703,6 +704,7 @@ COMPRESSION_RULES: Sequence[Rule] = (
 RULES: Sequence[Rule] = (
     *EXPERT_RULES,
     *REPRODUCIBLE_RULES,
+    *FP8_RULES,
     *COMPRESSION_RULES,
     *LAYOUT_RULES,
     *BATCH_RULES,

@@ -43,12 +43,13 @@ R = TypeVar("R", bound="Section")
 
 @dataclass(frozen=True)
 class Flag:
-    """Aliases of a field's flag (Megatron-LM's names, where the meaning is the same), the metavar of its value, and a
-    usual value to propose."""
+    """Aliases of a field's flag (Megatron-LM's names, where the meaning is the same), the metavar of its value, a usual
+    value to propose, and the value of the flag without one."""
 
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
     example: Any = None
+    alone: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class FieldInfo:
     default: Any  # dataclasses.MISSING where the field is required
     needs: Needs | None = None
     example: Any = None
+    alone: str | None = None  # the value of the flag without one
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -173,6 +175,7 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defau
         default=defaults[field.name],
         needs=needs,
         example=names.example,
+        alone=names.alone,
     )
 
 

@@ -176,7 +176,7 @@ def _with_parameters(words: Iterator[_Word], flags: Mapping[str, FieldInfo], giv
                 given.unread.add(flags[parameter].name)
             else:
                 values.append(text)
-        if values or (is_read and not found) or owner.kind is bool:
+        if values or (is_read and not found) or owner.kind is bool or owner.alone is not None:
             yield _Word(word.flag, values)
         yield from found
 
@@ -227,6 +227,8 @@ def _value(word: _Word, info: FieldInfo) -> Any:
                 f"{with_value(word.flag, values[0])}: a switch takes no value: use {info.flag} or {negative(info.flag)}"
             )
         return word.flag in info.flags
+    if not values and info.alone is not None:
+        return info.alone
     if not values:
         raise ValueError(f"{word.flag} needs a value: {with_value(word.flag, info.metavar)}")
     if info.kind is tuple:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.rules import AtLeast, Needs, Rule
+from megacore.config.problem import Problem
+from megacore.config.rules import AtLeast, Needs, Rule, Settings, use
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By number format."""
@@ -15,18 +16,38 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LOSS_SCALES = Range(1e-37, 1e38)
 _FP16 = Needs(precision="fp16")
 _DYNAMIC = Needs(precision="fp16", loss_scale=None)
+_FP8 = Needs(fp8=("blockwise", "rowwise", "tensorwise"))
+
+
+def _sixteen_bits(c: Settings) -> Iterator[str]:
+    if c.fp8 != "none" and c.precision in ("fp32", "fp16"):
+        yield Problem(
+            f"{c.given('fp8')} needs bf16 for what it leaves in 16 bits, and --precision is {c.precision}",
+            use("precision", "bf16"),
+            c.out("fp8"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
 
-    rules: ClassVar[Sequence[Rule]] = (AtLeast("initial_loss_scale", "min_loss_scale"),)
+    rules: ClassVar[Sequence[Rule]] = (AtLeast("initial_loss_scale", "min_loss_scale"), _sixteen_bits)
     former_defaults: ClassVar[Mapping[str, Any]] = {"initial_loss_scale": 65536.0}
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products, else fp32.
-    Master weights and optimizer moments are fp32."""
+    """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products and with --fp8,
+    else fp32. Master weights and optimizer moments are fp32."""
+    fp8: Annotated[Literal["none", "blockwise", "tensorwise", "rowwise"], Flag(alone="blockwise")] = "none"
+    """Computes outputs and input gradients of the linear layers of blocks in fp8. blockwise: a scale for each 128
+    values of activations and 128 x 128 of weights. tensorwise: one for each matrix. rowwise: one for each row. Alone:
+    blockwise."""
+    fp8_skip: Annotated[str | None, Flag(metavar="N,N,..."), _FP8] = None
+    """Blocks that stay in 16 bits, by number; -1 is the last one."""
+    fp8_check_every: Annotated[int, Range(0), _FP8] = 100
+    """Steps from one measurement of fp8's errors to the next, from step 1 on. 0: none is made."""
+    fp8_budget: Annotated[float, Range(above=0), _FP8] = 0.1
+    """Error of a product, relative to 16 bits, above which its layer stays in 16 bits from then on."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are accumulated and reduced. bf16 halves memory and traffic, and rounds each sum
     to 8 bits."""
@@ -55,6 +76,8 @@ class PrecisionConfig(Section):
         Args:
             microbatches: the number of microbatches in a global batch, over all replicas.
         """
+        if self.precision == "auto" and self.fp8 != "none":
+            return self.resolved_as(ResolvedPrecision, precision="bf16")
         if self.precision == "auto":
             return self.resolved_as(UndecidedPrecision, precision="fp32")
         if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:

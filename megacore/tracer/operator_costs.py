@@ -115,6 +115,7 @@ _COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
     "aten::mm": _product("self", "mat2"),
     "aten::bmm": _product("self", "mat2"),
     "aten::_scaled_mm": _product("self", "mat2"),
+    "aten::_scaled_mm_v2": _product("self", "mat2"),
     "aten::addmm": _product("mat1", "mat2"),
     "aten::addmm_": _product("mat1", "mat2"),
     "aten::baddbmm": _product("batch1", "batch2"),

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from megacore.config import ResolvedConfig
+from megacore.config.fp8 import is_fp8
 from megacore.config.parameter_groups import DECOUPLED, ParameterGroups
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
 from megacore.layers.reproducible import make_reproducible
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
+from megacore.parallel import fp8
 from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
@@ -137,6 +139,8 @@ def _layers(
         parameters |= new
         # Exchanged before compiling, which captures what the layers compute.
         make_reproducible(layer, task.blocks)
+        if index in blocks and is_fp8(chunk.specs[index].name, config):
+            fp8.exchange(layer, chunk.names[index], config.precision.fp8)
         if training.compile and index in blocks:
             compile_layer(
                 layer,

@@ -8,7 +8,8 @@ sparsity. Names are those that the drivers report, matched whole: cards of one c
 PCIe, NVL), and a slice of a device (MIG) has a part of its peak. GB200 and GB300 have the figures of a rack, one 72nd;
 boards with a lower power limit have less. A device whose figure is not certain is not listed: `--peak-tflops` gives it.
 
-Peaks in fp8 are for plans to show what a device has; megacore computes in no such format.
+Peaks in fp8 are for plans to show what a device has: MFU counts against bf16, in which --fp8 leaves a third of the
+products of its layers, and all others.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
 from megacore.train.expert_balance import ExpertBalance
+from megacore.train.fp8_errors import Fp8Errors
 from megacore.train.gradient_noise import GradientNoise
 from megacore.train.parallelize import ParallelModel, parallelize
 from megacore.train.replay import Replay
@@ -436,6 +437,8 @@ def step_hooks(model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list
         hooks.append(ExpertBalance(model.chunks, config, mesh))
     if config.logging.gradient_noise_interval:
         hooks.append(GradientNoise(config))
+    if config.precision.fp8 != "none":
+        hooks.append(Fp8Errors(model.chunks, config, mesh))
     if config.watch.replay_interval:
         hooks.append(Replay(model, config, mesh))
     return hooks

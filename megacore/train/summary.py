@@ -58,6 +58,7 @@ def launch_summary(
     bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the ranks' time"
     one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
     balanced = ["balanced by parameters: by time they do not fit"] if isinstance(parallel, StagesThatFit) else []
+    fp8 = "" if config.precision.fp8 == "none" else f", linear layers of blocks in fp8 {config.precision.fp8}"
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
@@ -67,7 +68,8 @@ def launch_summary(
         ),
         (
             "precision",
-            f"{config.precision.precision}; gradients accumulated and reduced in {config.precision.grad_reduce_dtype}",
+            f"{config.precision.precision}{fp8}; gradients accumulated and reduced in "
+            f"{config.precision.grad_reduce_dtype}",
         ),
         (
             "model",

@@ -492,3 +492,19 @@ EXACT_CONTEXT = [  # over context parallelism, and over tensor parallelism of ex
     Row("exact-layer-norm-of-each-head", "gpt2", SMALL | EACH | LAYER_NORM, ["tp2 cp2 sp"], BITWISE, slow=True),
     Row("exact-layer-norm-of-all-heads", "gpt2", SMALL | JOINT | LAYER_NORM, ["tp2 cp2"], BITWISE, slow=True),
 ]
+
+# Linear layers in fp8, whose scales belong to 8 features: as many as a rank, or a canonical block, holds.
+FP8 = {"fp8": "blockwise", "fp8_tile": 8, "precision": "bf16"}
+FP8_EXACT = [
+    Row("fp8", "gpt2", FP8 | UNCUT | {"global_batch_size": 4}, ["pp2 dp2 zb z3"], BITWISE),
+    Row("fp8-recompute", "gpt2", FP8, ["| recompute=full"], BITWISE, more=["tp2 sp | recompute=light", "pp2 zb | recompute=light"]),
+    Row("fp8-reproducible", "llama", FP8 | EXACT | {"ffn_hidden_size": 64, "reproducible_blocks": 4, "global_batch_size": 4}, ["tp2 sp z1"], BITWISE, more=["tp2 cp2 z2", "pp2 dp2 zb z3"]),
+    Row("fp8-bert", "bert", FP8 | UNCUT, ["pp2 dp2 z2"], BITWISE, slow=True),
+    Row("fp8-experts", "sigmoid", FP8 | UNCUT, ["pp2 dp2 ep2 zb recompute=full"], BITWISE, slow=True),
+    Row("fp8-offload", "gpt2", FP8, ["dp2 z2 | offload"], runner.OFFLOADED, slow=True),
+    # Layers that leave fp8 on the way, each step some, do so after a resume too.
+    Row("fp8-resume", "gpt2", FP8 | {"train_iters": 4, "fp8_check_every": 1, "fp8_budget": 0.036}, ["dp2 z1"], RESUME),
+]
+FP8_LAYOUTS = [
+    Row("fp8-layouts", "gpt2", FP8, ["tp2 sp"], runner.NEAR_FP32, more=["cp2", "dp2 z2", "tp2 pp2 zb"]),
+]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megacore.layers import moe
+from megacore.ops import fp8
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -303,7 +304,7 @@ def _outcome(case: Case, directory: str, meshes: dict[tuple[Any, ...], Mesh]) ->
     layout = changes.pop("tp", 1), changes.pop("pp", 1), changes.pop("dp", 1)
     is_bert = "bert_style" in changes
     changes |= {"load": case.folder} if case.part == "rest" else {}
-    block = changes.pop("attention_block", None)
+    block, tile = changes.pop("attention_block", None), changes.pop("fp8_tile", None)
     config: Any = (make_bert_config if is_bert else make_config)(layout, case.folder or directory, **changes)
     torch.use_deterministic_algorithms(False)
     if config.training.reproducible:
@@ -311,7 +312,8 @@ def _outcome(case: Case, directory: str, meshes: dict[tuple[Any, ...], Mesh]) ->
     key = (*layout, *(changes.get(name) for name in ("cp", "ep", "etp", "zero_shard_size")))
     if key not in meshes:
         meshes[key] = build_mesh(config.parallel)
-    trainer: Trainer = (make_bert_trainer if is_bert else make_trainer)(config, meshes[key])
+    with fp8_tiles(tile) if tile else nullcontext():
+        trainer: Trainer = (make_bert_trainer if is_bert else make_trainer)(config, meshes[key])
     if case.part == "begins":
         while trainer.step < config.training.train_iters // 2:
             trainer.train_step(next(trainer.batches))
@@ -326,6 +328,14 @@ def attention_in_blocks(size: int) -> Iterator[None]:
     """Compute attention in blocks, as that of long sequences is."""
     attention = import_module("megacore.ops.attention")  # the package exports the function of this name
     with mock.patch.object(attention, "WHOLE", 8), mock.patch.object(attention, "BLOCK", size):
+        yield
+
+
+@contextmanager
+def fp8_tiles(size: int) -> Iterator[None]:
+    """Build models whose --fp8 blockwise has a scale for each so many numbers, so that small ones have several."""
+    recipe = fp8.Recipe(name="blockwise", rows=(1, size), weights=(size, size))
+    with mock.patch.dict(fp8.RECIPES, blockwise=recipe):
         yield
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.matrix.drawn import DRAWN_EXACT
-from tests.matrix.rows import EXACT_CONTEXT, EXACT_ROWS, MOMENTS, RESUMES, SAVERS, SCHEDULES
+from tests.matrix.rows import EXACT_CONTEXT, EXACT_ROWS, FP8_EXACT, MOMENTS, RESUMES, SAVERS, SCHEDULES
 from tests.matrix.runner import Row, Runner, case_of, items_of
 
 
-@items_of([*EXACT_ROWS, *EXACT_CONTEXT, *DRAWN_EXACT, *SCHEDULES, *SAVERS, *MOMENTS, *RESUMES])
+@items_of([*EXACT_ROWS, *EXACT_CONTEXT, *DRAWN_EXACT, *SCHEDULES, *SAVERS, *MOMENTS, *RESUMES, *FP8_EXACT])
 def test_row(row: Row, runner: Runner) -> None:
     runner.check(row)
 

@@ -1,0 +1,267 @@
+"""--fp8: what is quantised, against exact fractions; products, against fp64; layers, and what leaves fp8."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.ops import fp8, kernels_chosen
+from megacore.ops.fp8 import RECIPES, Quantised, quantise
+from megacore.parallel.fp8 import Fp8Products
+from megacore.parallel.products import TORCH
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {E4M3: (4, 3, 7, 448), E5M2: (5, 2, 15, 57344)}  # bits of exponent and of fraction, bias, largest
+
+
+@cache
+def numbers_of(form: torch.dtype) -> list[float]:
+    """The non-negative finite numbers of a format in order; by its definition."""
+    exponents, fractions, bias, largest = FORMATS[form]
+    found = (
+        2.0 ** (max(exponent, 1) - bias - fractions) * (fraction + ((1 << fractions) if exponent else 0))
+        for exponent, fraction in itertools.product(range(1 << exponents), range(1 << fractions))
+    )
+    return sorted(number for number in found if number <= largest)
+
+
+def rounded(x: float, scale: float, form: torch.dtype) -> float:
+    """x / scale to the nearest number, ties to an even place, and beyond the largest to that. Python's floats hold all
+    of it exactly."""
+    if not math.isfinite(x):
+        return math.nan
+    numbers, size = numbers_of(form), abs(x) / scale
+    above = min(bisect.bisect_left(numbers, size), len(numbers) - 1)
+    near = (above, max(above - 1, 0))
+    best = min(near, key=lambda place: (abs(numbers[place] - size), place % 2))
+    return math.copysign(numbers[best], x)
+
+
+def scale_of(tile: list[float], form: torch.dtype) -> float:
+    """The smallest power of two that brings the largest finite number of a tile into the format's range."""
+    size, scale = max((abs(x) for x in tile if math.isfinite(x)), default=0.0), 2.0**-100
+    while scale * FORMATS[form][3] < size:
+        scale *= 2
+    return scale
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_bf16_number_is_quantised_as_fractions_are(form: torch.dtype) -> None:
+    """All 65,536, in tiles of neighbours, which share an exponent, and of numbers that lie far apart."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (every.view(512, 128), every.view(128, 512).t().contiguous()):
+        found = quantise(x, form, (1, 128))
+        for tile, values, scale in zip(x.tolist(), found.values.float().tolist(), found.scales.tolist(), strict=True):
+            expected = scale_of(tile, form)
+            assert scale[0] == expected
+            assert repr(values) == repr([rounded(one, expected, form) for one in tile])
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """bf16 numbers whose rows and columns have other sizes, so that a scale at the wrong place shows."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(shape[-1], generator=random).exp() * torch.randn(shape[0], 1, generator=random).exp()
+    return (torch.randn(shape, generator=random) * sizes).bfloat16()
+
+
+def by_hand(x: Tensor, form: torch.dtype, tile: tuple[int, int]) -> Tensor:
+    """The fp64 matrix that the product of a quantised one sees, tile by tile."""
+    result = torch.empty(x.shape, dtype=torch.float64)
+    for i, j in itertools.product(range(0, x.shape[0], tile[0]), range(0, x.shape[1], tile[1])):
+        part = x[i : i + tile[0], j : j + tile[1]]
+        flat = part.flatten().tolist()
+        scale = scale_of(flat, form)
+        flat = [rounded(one, scale, form) * scale for one in flat]
+        result[i : i + tile[0], j : j + tile[1]] = torch.tensor(flat, dtype=torch.float64).view(part.shape)
+    return result
+
+
+TILES: dict[str, Callable[[Tensor], tuple[tuple[int, int], tuple[int, int]]]] = {
+    "blockwise": lambda x: ((1, 128), (128, 128)),
+    "tensorwise": lambda x: (tuple(x.shape), tuple(x.shape)),  # type: ignore[dict-item,return-value]
+    "rowwise": lambda x: ((1, x.shape[1]), (1, x.shape[1])),
+}
+GRADIENTS = {"blockwise": E4M3, "tensorwise": E5M2, "rowwise": E4M3}
+
+
+@cache
+def usual() -> tuple[Tensor, Tensor, Tensor]:
+    """An input, a weight and a gradient of the output."""
+    return numbers(6, 256), numbers(128, 256, seed=1), numbers(6, 128, seed=2)
+
+
+@cache
+def expected_products(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and input gradient in fp64, from operands that are quantised by hand along what is summed."""
+    transposed = weight.t()
+    of = {id(one): TILES[name](one) for one in (x, weight, grad, transposed)}
+    y = by_hand(x, E4M3, of[id(x)][0]) @ by_hand(weight, E4M3, of[id(weight)][1]).t()
+    dx = by_hand(grad, GRADIENTS[name], of[id(grad)][0]) @ by_hand(transposed, E4M3, of[id(transposed)][1]).t()
+    return y, dx
+
+
+def are_the_products(name: str, form: torch.dtype = torch.float32, bound: float = 2e-7) -> None:
+    x, weight, grad = usual()
+    products = Fp8Products("", RECIPES[name])
+    y, dx = expected_products(name, x, weight, grad)
+    found = [
+        products.output(x.to(form), weight.to(form), None),
+        products.input_gradient(grad.to(form), weight.to(form)),
+    ]
+    for one, other in zip(found, (y, dx), strict=True):
+        assert (one.double() - other).norm() <= bound * other.norm()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_are_those_of_the_quantised_numbers(name: str) -> None:
+    are_the_products(name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_device_without_fp8_multiplies_the_same_numbers_and_says_so(name: str) -> None:
+    """Their products with scales are exact in bf16. Here the CPU stands for an accelerator."""
+    fp8._runs_natively.cache_clear()
+
+    def fails(*_: Any) -> Tensor:
+        raise RuntimeError("no such product")
+
+    with (
+        kernels_chosen("triton"),
+        mock.patch.dict(fp8._NATIVE, {name: fails}),
+        pytest.warns(UserWarning, match=f"--fp8 {name}: cpu .*no such product"),
+    ):
+        are_the_products(name, torch.bfloat16, 2**-8)
+    fp8._runs_natively.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_the_native_product_is_that_of_the_quantised_numbers(name: str) -> None:
+    """torch's product of scaled matrices, which a CPU has for these two."""
+    fp8._runs_natively.cache_clear()
+    with kernels_chosen("triton"), mock.patch.object(fp8, "_in_bf16", wraps=fp8._in_bf16) as other:
+        are_the_products(name, torch.bfloat16, 2**-8)
+    assert other.call_count == len({E4M3, GRADIENTS[name]}), "the trial of each format of the first operand alone"
+    fp8._runs_natively.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_not_finite_stays_visible_and_spoils_nothing_else(name: str, bits: float) -> None:
+    x, weight = numbers(4, 128), numbers(128, 128, seed=1)
+    products = Fp8Products("", RECIPES[name])
+    expected = products.output(x, weight, None)
+    x[2, 5] = 0.0
+    with_zero = products.output(x, weight, None)
+    x[2, 5] = bits
+    found = products.output(x, weight, None)
+    assert found[2].isnan().all()
+    others = [0, 1, 3]
+    assert torch.equal(found[others], with_zero[others]) and expected.isfinite().all()
+
+
+# ---- planted faults: each is found by one of the tests above
+
+
+def _scale_of_the_neighbour(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    found = quantise(x, form, tile)
+    return Quantised(found.values, found.scales.roll(1, -1).roll(1, 0))
+
+
+def _without_scale(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    found = quantise(x, form, tile)
+    return Quantised(found.values, torch.ones_like(found.scales))
+
+
+def _scale_of_another_power(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    found = quantise(x, form, tile)
+    return Quantised(found.values, found.scales * 2)
+
+
+def _in_e5m2(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    return quantise(x, E5M2, tile)
+
+
+def _truncated(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    return quantise((x.float() * (1 - 2**-5)).to(x.dtype), form, tile)
+
+
+def _of_larger_tiles(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+    return quantise(x, form, (tile[0], None) if tile == (1, 128) else (None, None))
+
+
+FAULTS = {
+    "the scale of a neighbour": (_scale_of_the_neighbour, ("blockwise", "rowwise")),
+    "no scale": (_without_scale, RECIPES),
+    "a scale of another power of two": (_scale_of_another_power, RECIPES),
+    "e5m2 forward": (_in_e5m2, RECIPES),
+    "truncated": (_truncated, RECIPES),
+    "larger tiles": (_of_larger_tiles, ("blockwise", "rowwise")),
+}
+
+
+def faults() -> Iterator[Any]:
+    for what, (fault, names) in FAULTS.items():
+        for name in names:
+            yield pytest.param(fault, name, id=f"{what}, {name}")
+
+
+@pytest.mark.parametrize(("fault", "name"), [*faults()])
+def test_a_planted_fault_is_found(fault: Callable[..., Quantised], name: str) -> None:
+    with mock.patch("megacore.parallel.fp8.quantise", fault), pytest.raises(AssertionError):
+        are_the_products(name)
+
+
+# ---- layers
+
+
+def test_gradients_of_weights_are_those_without_fp8() -> None:
+    """And no weight is remembered: after an update the products are those of the new one."""
+    x, weight, grad = (one.clone() for one in usual())
+    x.requires_grad_()
+    weight.requires_grad_()
+    products = Fp8Products("", RECIPES["blockwise"])
+    for _ in range(2):
+        y = products.linear(x, weight)
+        y.backward(grad)
+        assert x.grad is not None and weight.grad is not None
+        assert torch.equal(weight.grad, TORCH.weight_gradient(grad, x.detach()))
+        expected = expected_products("blockwise", x.detach().clone(), weight.detach().clone(), grad)
+        assert (y.double() - expected[0]).norm() <= 2**-8 * expected[0].norm()
+        assert (x.grad.double() - expected[1]).norm() <= 2**-8 * expected[1].norm()
+        x.grad = weight.grad = None
+        with torch.no_grad():
+            weight.copy_(numbers(128, 256, seed=3))
+
+
+def test_columns_of_a_rank_are_those_of_the_whole_layer() -> None:
+    """To the bit, forward, on two and four ranks; and rows of part of the tokens."""
+    x, weight = numbers(12, 256), numbers(512, 256, seed=1)
+    products = Fp8Products("", RECIPES["blockwise"])
+    whole = products.output(x, weight, None)
+    for ranks in (2, 4):
+        parts = [products.output(x, part, None) for part in weight.chunk(ranks)]
+        assert torch.equal(torch.cat(parts, -1), whole)
+    assert torch.equal(torch.cat([products.output(part, weight, None) for part in x.chunk(3)]), whole)
+
+
+def test_the_measured_error_is_the_error() -> None:
+    x, weight, grad = numbers(6, 256), numbers(128, 256, seed=1), numbers(6, 128, seed=2)
+    products = Fp8Products("", RECIPES["blockwise"])
+    products.measures = True
+    y, dx = products.output(x, weight, None), products.input_gradient(grad, weight)
+    assert products.squares is not None
+    for found, one, other in zip(products.squares, (y, dx), (x @ weight.t(), grad @ weight), strict=True):
+        expected = float((one.float() - other.float()).square().sum() / other.float().square().sum())
+        assert float(found[0] / found[1]) == pytest.approx(expected, rel=1e-5) and float(found[2]) == 0
+    products.in_sixteen_bits = True
+    assert torch.equal(products.output(x, weight, None), x @ weight.t())
+    assert torch.equal(products.input_gradient(grad, weight), grad @ weight)
