@@ -98,9 +98,10 @@ class DropoutOfBlocks(Dropout):
         dropped: Tensor = self(x)
         return residual + dropped
 
-    def _mask(self, x: Tensor) -> Tensor:
+    def mask(self, x: Tensor) -> Tensor:
+        """As of the plain layer."""
         parts = zip(x.split(self.blocks.sizes_of_positions(x.shape[1]), 1), self.blocks.held_positions, strict=True)
-        return torch.cat([self._drawn(part, number) for part, number in parts], 1)
+        return torch.cat([self.drawn(part, number) for part, number in parts], 1)
 
 
 class AttentionOfBlocks(Attention):

@@ -189,14 +189,16 @@ class Dropout(nn.Module):
         if torch.compiler.is_compiling():
             mask: Tensor = _kept(self._seed, x.shape, 1.0 - self.probability, x.device)
         else:
-            mask = self._mask(x)
+            mask = self.mask(x)
         # The factor stays a Python number, which torch multiplies by in fp32: 1 / 0.9 in bf16 is 1.109, and every
         # activation would be 0.16% too small. The mask comes second, so that backward scales no dropped gradient.
         return (x * self._scale).mul_(mask)
 
-    def _mask(self, x: Tensor) -> Tensor:
-        return self._drawn(x, self.shard)
+    def mask(self, x: Tensor) -> Tensor:
+        """Where x is kept, a bool of its shape."""
+        return self.drawn(x, self.shard)
 
-    def _drawn(self, like: Tensor, shard: int) -> Tensor:
+    def drawn(self, like: Tensor, shard: int) -> Tensor:
+        """The mask of a shard, a bool of the shape of `like`."""
         mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
         return mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, shard))

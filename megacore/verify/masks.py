@@ -6,7 +6,7 @@ names"). A one-process run has the masks of a layout only if it draws them shard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -37,16 +37,6 @@ def masks_recorded(note: Note) -> Iterator[None]:
         yield
 
 
-class _Parts:
-    """Positions in equal parts, of which each has the mask of its number: blocks of a `Dropout`."""
-
-    def __init__(self, count: int) -> None:
-        self.held_positions = range(count)
-
-    def sizes_of_positions(self, length: int) -> Sequence[int]:
-        return [length // len(self.held_positions) for _ in self.held_positions]
-
-
 @contextmanager
 def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterator[None]:
     """A model on one process draws the masks of `tp` x `cp` ranks.
@@ -56,14 +46,14 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterato
         cp: ranks that would divide each sequence.
         sequence_parallel: each of them would hold a part of the positions.
     """
-    forward, attended = Dropout.forward, Attention._attended
+    attended = Attention._attended
     positions = SequenceShards(Group(ranks=tuple(range(cp))))
-    parts = _Parts(cp * (tp if sequence_parallel else 1))
+    ranks = cp * (tp if sequence_parallel else 1)
 
     def of_parts(dropout: Dropout, x: Tensor) -> Tensor:
         order = torch.tensor(positions.order(x.shape[1]), device=x.device)
-        with patch.object(dropout, "blocks", parts):
-            return forward(dropout, x[:, order])[:, order.argsort()]
+        masks = [dropout.drawn(part, rank) for rank, part in enumerate(x.chunk(ranks, 1))]
+        return torch.cat(masks, 1)[:, order.argsort()]
 
     def of_heads(
         attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
@@ -79,5 +69,5 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterato
             mixed.append(attended(attention, queries, keys, values, documents, alibi=bias, shard=rank))
         return torch.cat(mixed, 1)
 
-    with patch.object(Dropout, "forward", of_parts), patch.object(Attention, "_attended", of_heads):
+    with patch.object(Dropout, "mask", of_parts), patch.object(Attention, "_attended", of_heads):
         yield
