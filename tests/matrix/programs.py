@@ -22,16 +22,17 @@ def size_of(stages: int, *, reproducible: bool, whole: bool) -> Changes:
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _changes(row: Changes) -> Changes:
+def changes_with_parts(row: Changes) -> Changes:
     """The fields of a row, after those of its parts."""
     made: Changes = {}
     for name in row.get("of", ()):
-        made |= _changes(_TABLES["parts"][name])
+        made |= changes_with_parts(_TABLES["parts"][name])
     own = {name: value for name, value in row.items() if name not in ("of", "without")}
-    return made | own | dict.fromkeys(row.get("without", ()))
+    made |= {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    return made | dict.fromkeys(row.get("without", ()))
 
 
-PARTS: dict[str, Changes] = {name: _changes(row) for name, row in _TABLES["parts"].items()}
-PROGRAMS: dict[str, Changes] = {name: _changes(row) for name, row in _TABLES["programs"].items()}
+PARTS: dict[str, Changes] = {name: changes_with_parts(row) for name, row in _TABLES["parts"].items()}
+PROGRAMS: dict[str, Changes] = {name: changes_with_parts(row) for name, row in _TABLES["programs"].items()}
 LLAMA, SGD, SMOOTH, DROPOUT = (PARTS[name] for name in ("llama", "sgd", "smooth", "dropout"))
 EXACT, UNCUT, LATENT, PACKED = (PARTS[name] for name in ("exact", "uncut", "latent", "packed"))

@@ -204,6 +204,9 @@ LOSSES = Relation(
 NEAR_FP32, SIXTEEN_BITS, CONTEXT_BITS = near_fp32(2e-3, 3e-2), near_fp32(2e-2, 0.1), near_fp32(2e-2, 5e-2)
 RESUME = Relation(bitwise, is_exact=True, reference="saved")
 RESHARD, RESHARD_NEAR = resharded(1e-6), resharded(1e-5)
+RESHARD_INT8, RESHARD_INT8_ALONE = resharded(1e-4), resharded(1e-3)
+COMPILED, COMPILED_BF16 = near_to(1e-5), near_to(2**-8)
+FOLLOWS, FOLLOWS_ONEBIT = follows(1, 2e-3), follows(2, 1e-2)
 
 
 # ---- rows

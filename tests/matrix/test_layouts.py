@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from tests.matrix.drawn import DRAWN_CONTEXT, DRAWN_EXPERTS
 from tests.matrix.programs import Changes
-from tests.matrix.rows import BERT, CHUNKS, COMPILED, CONTEXT, EXPERTS, FAMILIES, FP8_LAYOUTS, LAYOUTS
+from tests.matrix.rows import rows_of
 from tests.matrix.runner import Row, Runner, case_of, items_of
 
+PARTS = ("layouts", "families", "compiled", "bert", "chunks", "context", "experts", "fp8-layouts")
 
-@items_of([
-    *LAYOUTS, *FAMILIES, *COMPILED, *BERT, *CHUNKS, *CONTEXT, *DRAWN_CONTEXT, *EXPERTS, *DRAWN_EXPERTS, *FP8_LAYOUTS,
-])  # fmt: skip
+
+@items_of([*rows_of(*PARTS), *DRAWN_CONTEXT, *DRAWN_EXPERTS])
 def test_row(row: Row, runner: Runner) -> None:
     runner.check(row)
 

@@ -3,10 +3,10 @@ trains on every layout as on one process, and what is sent in fewer bits follows
 
 from __future__ import annotations
 
-from tests.matrix.rows import COMPRESSED, OPTIMIZERS, ZERO
+from tests.matrix.rows import rows_of
 from tests.matrix.runner import Row, Runner, items_of
 
 
-@items_of([*ZERO, *OPTIMIZERS, *COMPRESSED])
+@items_of(rows_of("zero", "optimizers", "compressed"))
 def test_row(row: Row, runner: Runner) -> None:
     runner.check(row)

@@ -27,8 +27,7 @@ from megacore.parallel.products import TORCH
 from megacore.parallel.sharding import split_evenly
 from megacore.train.expert_balance import ExpertBalance
 from tests.distributed import run_distributed
-from tests.matrix.programs import LATENT, PROGRAMS
-from tests.matrix.rows import LATENT_EXPERTS
+from tests.matrix.programs import LATENT, PARTS, PROGRAMS
 from tests.parity.runs import make_config, make_trainer, trainer_of
 
 # ---- rows
@@ -176,7 +175,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_checkpoint_generates_what_the_trained_model_predicts(tmp_path: Path) -> None:
-    changes = LATENT | LATENT_EXPERTS | {"train_iters": 1, "lr_warmup_iters": 0}
+    changes = LATENT | PARTS["latent-experts"] | {"train_iters": 1, "lr_warmup_iters": 0}
     trainer = make_trainer(make_config((1, 1, 1), tmp_path, **changes), Mesh(device=CPU))
     trainer.train_step(next(trainer.batches))
     trainer.save()
