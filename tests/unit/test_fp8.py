@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -171,52 +171,32 @@ def test_what_is_not_finite_stays_visible_and_spoils_nothing_else(name: str, bit
 # ---- planted faults: each is found by one of the tests above
 
 
-def _scale_of_the_neighbour(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    found = quantise(x, form, tile)
-    return Quantised(found.values, found.scales.roll(1, -1).roll(1, 0))
+def scaled(change: Callable[[Tensor], Tensor]) -> Callable[..., Quantised]:
+    """What is quantised, with its scales changed."""
+
+    def fault(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
+        found = quantise(x, form, tile)
+        return Quantised(found.values, change(found.scales))
+
+    return fault
 
 
-def _without_scale(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    found = quantise(x, form, tile)
-    return Quantised(found.values, torch.ones_like(found.scales))
-
-
-def _scale_of_another_power(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    found = quantise(x, form, tile)
-    return Quantised(found.values, found.scales * 2)
-
-
-def _in_e5m2(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    return quantise(x, E5M2, tile)
-
-
-def _truncated(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    return quantise((x.float() * (1 - 2**-5)).to(x.dtype), form, tile)
-
-
-def _of_larger_tiles(x: Tensor, form: torch.dtype, tile: fp8.Tile) -> Quantised:
-    return quantise(x, form, (tile[0], None) if tile == (1, 128) else (None, None))
-
-
-FAULTS = {
-    "the scale of a neighbour": (_scale_of_the_neighbour, ("blockwise", "rowwise")),
-    "no scale": (_without_scale, RECIPES),
-    "a scale of another power of two": (_scale_of_another_power, RECIPES),
-    "e5m2 forward": (_in_e5m2, RECIPES),
-    "truncated": (_truncated, RECIPES),
-    "larger tiles": (_of_larger_tiles, ("blockwise", "rowwise")),
+FAULTS: dict[str, tuple[Callable[..., Quantised], Iterable[str]]] = {
+    "the scale of a neighbour": (scaled(lambda s: s.roll(1, -1).roll(1, 0)), ("blockwise", "rowwise")),
+    "no scale": (scaled(torch.ones_like), RECIPES),
+    "a scale of another power of two": (scaled(lambda s: s * 2), RECIPES),
+    "e5m2 forward": (lambda x, form, tile: quantise(x, E5M2, tile), RECIPES),
+    "truncated": (lambda x, form, tile: quantise((x.float() * (1 - 2**-5)).to(x.dtype), form, tile), RECIPES),
+    "larger tiles": (
+        lambda x, form, tile: quantise(x, form, (tile[0], None) if tile == (1, 128) else (None, None)),
+        ("blockwise", "rowwise"),
+    ),
 }
 
 
-def faults() -> Iterator[Any]:
-    for what, (fault, names) in FAULTS.items():
-        for name in names:
-            yield pytest.param(fault, name, id=f"{what}, {name}")
-
-
-@pytest.mark.parametrize(("fault", "name"), [*faults()])
-def test_a_planted_fault_is_found(fault: Callable[..., Quantised], name: str) -> None:
-    with mock.patch("megacore.parallel.fp8.quantise", fault), pytest.raises(AssertionError):
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, (_, names) in FAULTS.items() for name in names])
+def test_a_planted_fault_is_found(what: str, name: str) -> None:
+    with mock.patch("megacore.parallel.fp8.quantise", FAULTS[what][0]), pytest.raises(AssertionError):
         are_the_products(name)
 
 
