@@ -19,58 +19,49 @@ from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import counting, needs_pretend, slow
 from tests.accelerator.largest_model import HOST as ON_HOST
 from tests.accelerator.largest_model import PLAIN, largest
+from tests.accelerator.test_training import Case, Changes, case_of
 from tests.distributed import run_distributed
 from tests.parallel.test_spikes import GUARD, POISON, STEPS, Losses, Text, state_of, trainer_on
 from tests.parity import runs
 from tests.plans.published import traced
 
 pytestmark = needs_pretend
-Changes = dict[str, Any]
 HOST: Changes = {"offload_params": True, "offload_optimizer": True}
 BF16: Changes = {"precision": "bf16"}
-FULL: Changes = {"recompute": "full"}
-ONE: Changes = {"micro_batch_size": 1}
-GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
-NO_CLIP: Changes = {"clip_grad": 0.0}
-EXPERTS: Changes = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.1, "ep": 2}
-EXPERTS |= {"activation": "swiglu", "disable_bias_linear": True}
-INTERLEAVED: Changes = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
-FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
-MUON: Changes = FP16 | {"optimizer": "muon", "lr": 1e-3}
-Case = tuple[runs.Layout, Changes]
 # By the number of ranks. A step has four microbatches or more. Without replicas stage 3 is stage 0, with other buckets:
 # the squares of the norm are added in another order, and clipping by it would show.
-CASES: dict[int, list[Case]] = {
+CASES = {
     2: [
-        ((1, 1, 2), BF16),
-        ((1, 1, 2), {"overlap_grad_reduce": False, "offload_activations": True} | GATED),
-        ((1, 2, 1), NO_CLIP | BF16 | ONE | FULL),
+        "dp2 precision=bf16",
+        "dp2 overlap_grad_reduce=False offload-activations gated",
+        "pp2 clip_grad=0.0 precision=bf16 mb1 recompute=full",
     ]
 }
-MORE: dict[int, list[Case]] = {
+MORE = {
     1: [
-        ((1, 1, 1), NO_CLIP | BF16 | FULL),
-        ((1, 1, 1), NO_CLIP | {"untie_embeddings_and_output_weights": True, "ema_decay": 0.9}),
-        ((1, 1, 1), NO_CLIP | BF16 | {"grad_reduce_dtype": "bf16"}),
-        ((1, 1, 1), NO_CLIP | {"param_group": ("blocks.0.*:freeze",)}),
-        ((1, 1, 1), NO_CLIP | BF16 | {"moments_dtype": "int8", "ema_decay": 0.9}),
+        "clip_grad=0.0 precision=bf16 recompute=full",
+        "clip_grad=0.0 untie_embeddings_and_output_weights=True ema_decay=0.9",
+        "clip_grad=0.0 precision=bf16 grad_reduce_dtype=bf16",
+        "clip_grad=0.0 param_group=('blocks.0.*:freeze',)",
+        "clip_grad=0.0 precision=bf16 moments_dtype=int8 ema_decay=0.9",
     ],
     2: [
-        ((1, 1, 2), MUON),
-        ((1, 1, 2), {"optimizer": "lamb"} | BF16),
-        ((1, 1, 2), {"moments_dtype": "bf16", "ema_decay": 0.9} | ONE),
-        ((1, 1, 2), {"optimizer": "lion", "recompute": "selective"} | BF16 | ONE),
-        ((1, 1, 2), BF16 | {"grad_reduce_compression": "int8"}),
-        ((1, 1, 2), NO_CLIP | EXPERTS | BF16),
-        ((1, 2, 1), NO_CLIP | ONE | {"schedule": "zero-bubble"}),
-        ((2, 1, 1), NO_CLIP | {"sequence_parallel": True}),
-        ((1, 1, 1), {"cp": 2, "cp_comm": "ring"} | BF16),
+        "dp2 fp16 optimizer=muon lr=1e-3",
+        "dp2 optimizer=lamb precision=bf16",
+        "dp2 moments_dtype=bf16 ema_decay=0.9 mb1",
+        "dp2 optimizer=lion recompute=selective precision=bf16 mb1",
+        "dp2 precision=bf16 grad_reduce_compression=int8",
+        "dp2 ep2 clip_grad=0.0 num_experts=4 moe_ffn_hidden_size=16 moe_aux_loss_coeff=0.1 activation=swiglu "
+        "disable_bias_linear=True precision=bf16",
+        "pp2 clip_grad=0.0 mb1 zb",
+        "tp2 clip_grad=0.0 sp",
+        "cp2 cp_comm=ring precision=bf16",
     ],
     4: [
-        ((2, 1, 2), {"sequence_parallel": True} | BF16 | GATED),
-        ((1, 2, 2), ONE | BF16 | FULL | INTERLEAVED),
-        ((1, 1, 4), {"zero_shard_size": 2} | BF16),
-        ((1, 1, 4), {"reproducible": True}),  # last: it cannot be undone in a process
+        "tp2 dp2 sp precision=bf16 gated",
+        "pp2 dp2 mb1 precision=bf16 recompute=full interleaved virtual2 num_layers=4",
+        "dp4 shards2 precision=bf16",
+        "dp4 reproducible=True",  # last: it cannot be undone in a process
     ],
 }
 
@@ -93,11 +84,12 @@ def both(rank: int, world_size: int, cases: list[Case], directory: str) -> list[
 
 
 @pytest.mark.parametrize(
-    ("cases", "ranks"),
+    ("words", "ranks"),
     [*((CASES[ranks], ranks) for ranks in CASES), *(pytest.param(MORE[n], n, marks=pytest.mark.slow) for n in MORE)],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_no_bit_differs_from_stage_3_on_the_device(cases: list[Case], ranks: int, tmp_path: Path) -> None:
+def test_no_bit_differs_from_stage_3_on_the_device(words: list[str], ranks: int, tmp_path: Path) -> None:
+    cases = [case_of(one) for one in words]
     options: Changes = {"backend": "pretend", "init": ranks > 1, "timeout": 60 * len(cases)}
     found = run_distributed(both, ranks, cases, str(tmp_path), **options)[0]
     for (plain, on_host), (_, changes) in zip(found, cases, strict=True):
@@ -205,7 +197,9 @@ def rolled_back(rank: int, world_size: int, directory: str, changes: Changes) ->
 
 
 def test_a_rollback_gives_the_bits_of_stage_3_on_the_device(tmp_path: Path) -> None:
-    ((plain, on_host),) = run_distributed(rolled_back, 1, str(tmp_path), BF16 | NO_CLIP, backend="pretend", timeout=120)
+    ((plain, on_host),) = run_distributed(
+        rolled_back, 1, str(tmp_path), BF16 | {"clip_grad": 0.0}, backend="pretend", timeout=120
+    )
     assert on_host[0] == plain[0]
     assert on_host[1].keys() == plain[1].keys()
     assert not [name for name, value in plain[1].items() if not torch.equal(on_host[1][name], value)]
