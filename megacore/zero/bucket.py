@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from megacore.zero.compressed import CompressedSum
 from megacore.zero.exact_sums import UNIT, from_units, to_units
 from megacore.zero.host_shard import HostShard, HostStreams
 from megacore.zero.layout import FlatLayout, Segment, contiguous_slices
-from megacore.zero.local_segments import local_segments
+from megacore.zero.local_segments import LocalRun, LocalSegment, local_segments
 from megacore.zero.options import ZeroOptions
 
 
@@ -89,8 +90,6 @@ class Bucket:
     Attributes:
         members: the parameters.
         segments: the parts of parameters in this rank's shard.
-        local: the same with the parameter's `ShardSpec` and the run of each.
-        runs: what the optimizer updates as one tensor each; there may be none.
         chunk: number of the pipeline stage on this rank that uses the parameters first.
         first_layer: number of the layer that does: once backward has passed it, the gradients are complete.
         is_shared: whether further stages of this rank use a parameter.
@@ -160,8 +159,7 @@ class Bucket:
         downloads = options.offload and self._host is None
         self._host_gradients = self._on_host(options.summed_dtype) if downloads else None
         self._download_event: torch.Event | None = None
-        self.local = list(local_segments(self))
-        self.runs = list(dict.fromkeys(local.run for local in self.local))
+        self._runs: list[weakref.ref[LocalRun]] = []
         self.chunk = self.first_layer = 0
         self.is_shared = False
         self.release()
@@ -507,6 +505,18 @@ class Bucket:
         """
         if self._host is not None:
             self._host.write(elements, gradient)
+
+    def make_segments(self) -> list[LocalSegment]:
+        """The segments that this rank updates, made once. Whoever holds them holds the bucket, which holds neither them
+        nor their runs: a model that is dropped frees its memory at once, not when cycles are collected."""
+        segments = list(local_segments(self))
+        self._runs = [weakref.ref(run) for run in dict.fromkeys(local.run for local in segments)]
+        return segments
+
+    @property
+    def runs(self) -> list[LocalRun]:
+        """Of these segments."""
+        return [run for reference in self._runs if (run := reference()) is not None]
 
     def gradients_of_runs(self) -> list[Tensor | None]:
         """`gradient` of each run."""

@@ -118,7 +118,7 @@ class DataParallel:
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self._observer: GradientObserver | None = None
-        self.segments = [local for bucket in reversed(self.buckets) for local in bucket.local]
+        self.segments = [local for bucket in reversed(self.buckets) for local in bucket.make_segments()]
         self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]
         self._frozen = [run for run in self.runs if run.scale.frozen]
         self.layers = [layer for chunk in self._chunks for layer in chunk]
@@ -532,7 +532,9 @@ class _Inlet:
 
     def __init__(self, data_parallel: DataParallel, bucket: Bucket, member: Member) -> None:
         self.bucket, self.parameter = bucket, member.parameter
-        self._data_parallel, self._member = data_parallel, member
+        # Not its owner's owner: a model that is dropped frees its memory at once, not when cycles are collected.
+        self._data_parallel: DataParallel = weakref.proxy(data_parallel)
+        self._member = member
         self.dropped: Tensor | None = None
         self.is_seen = False
 

@@ -3,6 +3,8 @@ they hold while a run is built is in tests/accelerator/test_memory.py."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ import pytest
 
 from megacore.parallel.mesh import build_mesh
 from megacore.plan.state import state_bytes
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.memory import measured_bytes
@@ -155,3 +159,18 @@ def test_zero_holds_little_for_a_moment(layout: Layout, tmp_path: Path) -> None:
                 neighbours = [one + other for one, other in zip(peaks.layers, peaks.layers[1:], strict=False)]
                 assert max(peaks.layers) <= peaks.parameters <= max(neighbours) < sum(peaks.layers), changes
                 assert peaks.left == 0, changes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_is_dropped_frees_its_memory_at_once(precision: str, tmp_path: Path) -> None:
+    """Without the collector of cycles, which comes at any time."""
+    config = make_config((1, 1, 1), tmp_path, precision=precision)
+    mesh = build_mesh(config.parallel)
+    step = TrainStep(GPTTask(config, mesh), config, mesh)
+    parameter = weakref.ref(next(iter(step.model.parameters.values())))
+    gc.disable()
+    try:
+        del step
+        assert parameter() is None
+    finally:
+        gc.enable()
