@@ -12,6 +12,7 @@ import json
 import math
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -535,27 +536,31 @@ def serves_store() -> bool:
     return world_size() > 1 and not has_agent and os.environ.get("RANK") == "0"
 
 
-def is_first_of_job(event: str, *, otherwise: bool) -> bool:
-    """Whether no other rank of the job has asked this before; true for exactly one of them.
+def first_status_of_job(status: int) -> tuple[int, bool]:
+    """The exit status that the first rank of the job to call this gave, and whether that was this call.
 
-    The ranks count in the launcher's store, each on a separate connection: that of the process group may be waiting
-    for a dead rank.
+    The ranks ask the launcher's store, each on a separate connection: that of the process group may be waiting for a
+    dead rank.
 
     Args:
-        event: what is to happen once.
-        otherwise: the answer where there is no store to ask.
+        status: with which this rank wants to end.
+
+    Raises:
+        OSError, RuntimeError: there is no store to ask.
     """
     if world_size() == 1:
-        return True
+        return status, True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The client of the store fills the terminal with C++ stacks where nobody listens any more.
-        socket.create_connection((address, port), timeout=_STORE_PATIENCE.total_seconds()).close()
-        store = dist.TCPStore(address, port, timeout=_STORE_PATIENCE, wait_for_workers=False)
-        return store.add(f"megacore/{event}/{attempt}", 1) == 1
-    except (KeyError, ValueError, OSError, RuntimeError):
-        return otherwise
+    except (KeyError, ValueError) as error:
+        raise OSError(f"no store: {error}") from error
+    # The client of the store fills the terminal with C++ stacks where nobody listens any more.
+    socket.create_connection((address, port), timeout=_STORE_PATIENCE.total_seconds()).close()
+    store = dist.TCPStore(address, port, timeout=_STORE_PATIENCE, wait_for_workers=False)
+    own = f"{status} {uuid.uuid4()}"  # a rank may ask twice, and is first only once
+    first = store.compare_set(f"megacore/end/{attempt}", "", own).decode()
+    return int(first.split()[0]), first == own
 
 
 def lost_store(error: Exception) -> str | None:

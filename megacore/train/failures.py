@@ -18,8 +18,8 @@ from typing import NoReturn
 import torch
 
 from megacore.config.cli import leave_for_launcher
-from megacore.errors import StorageError
-from megacore.parallel.mesh import is_first_of_job
+from megacore.errors import EXIT_HUNG, StorageError
+from megacore.parallel.mesh import first_status_of_job
 from megacore.train.watchdog import watchdog
 
 # As gloo and NCCL say it.
@@ -31,25 +31,31 @@ _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _reporting = threading.Lock()  # a thread that has nothing to say must not end the process while another speaks
 
 
-def report_cause(text: str, *, otherwise: bool = True) -> bool:
+def report_cause(text: str, status: int, *, otherwise: bool = True) -> tuple[int, bool]:
     """Say why the job ends, unless a rank already has.
 
     Args:
         text: the message, without the program's name.
+        status: with which this rank would end.
         otherwise: whether to say it where the ranks cannot agree on one, because their launcher is gone.
 
     Returns:
-        Whether it was said.
+        The exit status, which is that of the rank that has spoken, and whether this call said it.
     """
     with _reporting:
         watchdog().note_last_words()
-        if watchdog().reported_hang() or not is_first_of_job("end", otherwise=otherwise):
-            return False
-        message = f"megacore: {text}"
-        leave_for_launcher(message)
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it
-            print(message, file=sys.stderr, flush=True)
-        return True
+        if watchdog().reported_hang():
+            return EXIT_HUNG, False
+        try:
+            status, is_first = first_status_of_job(status)
+        except (OSError, RuntimeError):
+            is_first = otherwise
+        if is_first:
+            message = f"megacore: {text}"
+            leave_for_launcher(message)
+            with contextlib.suppress(BrokenPipeError):  # nobody reads it
+                print(message, file=sys.stderr, flush=True)
+        return status, is_first
 
 
 def exit_with(status: int) -> NoReturn:

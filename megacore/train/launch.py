@@ -197,7 +197,8 @@ def _choose_implementations(training: TrainingConfig, device: torch.device) -> N
 
 def _end(text: str, status: int, watch: PeerWatch | None) -> int:
     """Report a failure once. A launcher ends all ranks as soon as one exits: the others wait for the one to speak."""
-    if not report_cause(text):
+    status, is_said = report_cause(text, status)
+    if not is_said:
         if watch is None:
             time.sleep(_SECONDS_FOR_A_PEER_TO_SPEAK)
         else:

@@ -99,8 +99,7 @@ class PeerWatch:
         survivors = local - {peer.rank for peer in gone}
         names = ", ".join(self.describe(peer) for peer in gone)
         cause = f"{names} has died; stopping the others{watchdog().left_their_order()}"
-        report_cause(cause, otherwise=self.me.rank == min(survivors))
-        exit_with(EXIT_HUNG if watchdog().reported_hang() else EXIT_PEER_DIED)
+        exit_with(report_cause(cause, EXIT_PEER_DIED, otherwise=self.me.rank == min(survivors))[0])
 
     def _watch(self) -> None:
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
@@ -120,8 +119,8 @@ class PeerWatch:
                 if number == signal.SIGUSR1:  # asks for a save: there is nothing to save yet
                     continue
                 if number in self._handled and signal.getsignal(number) is _arrives:
-                    report_cause(f"stopped by {signal.Signals(number).name}", otherwise=self.me.rank == 0)
-                    exit_with(128 + number)
+                    stopped = f"stopped by {signal.Signals(number).name}"
+                    exit_with(report_cause(stopped, 128 + number, otherwise=self.me.rank == 0)[0])
 
 
 def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
