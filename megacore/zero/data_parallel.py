@@ -115,8 +115,10 @@ class DataParallel:
         for chunk in chunks:
             self._add_chunk(chunk, bucket_bytes)
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
+        self._is_last = False  # whether this backward is the step's last of its chunk
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
-        self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
+        # The bucket whose reduction began last, and whether all gradients of the step are in it.
+        self._last_reduced: tuple[Bucket | None, bool] = None, False
         self._observer: GradientObserver | None = None
         self.segments = [local for bucket in reversed(self.buckets) for local in bucket.make_segments()]
         self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]
@@ -286,6 +288,7 @@ class DataParallel:
         buckets = [b for b in self.buckets if b.chunk == chunk and not (b.is_shared or b.in_place)]
         for bucket in buckets:
             bucket.begin_backward()
+        self._is_last = last
         self._due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
         self.hold_parameters(chunk, all_weights=all_weights)
 
@@ -403,11 +406,15 @@ class DataParallel:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Begin a bucket's reduction. Where reductions take memory, first wait for the one before: then it is that of
-        at most two buckets, the one being reduced and the one that backward fills meanwhile."""
-        if self._last_reduced is not None and self._last_reduced.reduction_takes_memory:
-            self._last_reduced.finish_reduction()
+        at most two buckets, the one being reduced and the one that backward fills meanwhile. Where other groups hold
+        copies of its shard, wait too: their sum begins beside backward."""
+        before, is_complete = self._last_reduced
+        if before is not None and (before.reduction_takes_memory or before.across.size > 1):
+            before.finish_reduction()
+            if is_complete and self._streams is None:  # with streams, no more than one is on the device
+                before.begin_sum_across()
         bucket.reduce()
-        self._last_reduced = bucket
+        self._last_reduced = bucket, self._is_last
 
     @property
     def padding(self) -> float:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,9 +22,10 @@ from megacore.errors import ConfigError
 from megacore.parallel import mesh
 from megacore.parallel.collectives import all_reduce_, rows_of_ranks
 from megacore.parallel.mesh import agree_on_devices, build_mesh, join_job, leave, select_device
+from megacore.zero import bucket
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, make_config
+from tests.parity.runs import Layout, make_config, trainer_of
 
 
 def timeouts(rank: int, world_size: int) -> list[timedelta]:
@@ -192,3 +194,23 @@ def recorded(rank: int, world_size: int, size: str | None) -> int:
 @pytest.mark.parametrize(("size", "most"), [(None, 0), ("3", 3)])
 def test_gloo_records_what_the_user_asks_for(size: str | None, most: int) -> None:
     assert run_distributed(recorded, 2, size, init=False) == [most, most]
+
+
+def sums_beside_backward(rank: int, world_size: int, output_dir: str, stages: list[int]) -> list[tuple[int, int]]:
+    """Of each ZeRO stage: sums over the groups with copies of a shard that begin in backward, and in all of a step."""
+    found = []
+    for stage in stages:
+        changes = {"zero_stage": stage, "zero_shard_size": 2, "num_layers": 4, "micro_batch_size": 1}
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{stage}", **changes)
+        with mock.patch.object(bucket, "start_all_reduce_", wraps=bucket.start_all_reduce_) as begun:
+            trainer.train_steps.compute_gradients(next(trainer.batches))
+            in_backward = begun.call_count
+            trainer.train_steps.update_weights()
+        found.append((in_backward, begun.call_count))
+    return found
+
+
+def test_sums_over_groups_of_shards_begin_beside_backward(tmp_path: Path) -> None:
+    """All but that of the first layers, whose gradients are the last to arrive."""
+    for in_backward, in_all in run_distributed(sums_beside_backward, 4, str(tmp_path), [1, 2, 3])[0]:
+        assert in_backward == in_all - 1 >= 4
