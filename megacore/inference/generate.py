@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megacore.config import ResolvedModel
 from megacore.errors import CheckpointError
+from megacore.inference.key_values import KeyValues
 from megacore.models.gpt import next_token_logits
 from megacore.pipeline.stage import Stage
 
@@ -58,9 +59,14 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(stage.parameters()).device
     tokens, positions, vocabulary = list(prompt), config.max_position_embeddings, config.vocab_size
+    capacity = min(len(prompt) + max_new_tokens, positions)
+    read = KeyValues.of(stage, config, capacity) if len(prompt) <= capacity else None
     for _ in range(max_new_tokens):
-        context = torch.tensor([tokens[-positions:]], device=device)
-        logits = next_token_logits(stage(context), vocabulary)[0].cpu()
+        if read is not None and len(tokens) <= capacity:
+            logits = read.next_logits(tokens[read.length :]).cpu()
+        else:  # a context that has lost its beginning: every position is another one than before
+            context = torch.tensor([tokens[-positions:]], device=device)
+            logits = next_token_logits(stage(context), vocabulary)[0].cpu()
         if not logits.isfinite().all():
             raise CheckpointError(
                 "the model's output is not finite (NaN or infinite), because weights of the checkpoint are not, or "

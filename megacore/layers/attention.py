@@ -102,10 +102,11 @@ class Attention(nn.Module):
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """[b, n/t, s, d] and [b, g/t, s, d] twice -> [b, n/t, s, d]"""
         if self.recomputes and torch.is_grad_enabled():
-            return recompute(partial(self._mix, documents=documents), query, key, value, streams=self.streams)
-        return self._mix(query, key, value, documents)
+            return recompute(partial(self.mix, documents=documents), query, key, value, streams=self.streams)
+        return self.mix(query, key, value, documents)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """Attention of this rank's heads over what they see; arguments and result as for `_mixed`."""
         if self.sequence.group.size > 1:
             assert not (self.training and self.dropout), "the configuration refuses it"
             view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)

@@ -113,7 +113,7 @@ class AttentionOfBlocks(Attention):
         """Take over from the plain layer."""
         self.split_by *= self.blocks.sequence.group.size
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         drops = self.training and self.dropout > 0.0
         if not drops and all(map(heads_are_aligned, (query, key, value))):
             return self._attended(query, key, value, documents, alibi=self.alibi, shard=self.layer_group.rank)

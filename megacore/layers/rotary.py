@@ -139,7 +139,8 @@ class Rotary:
         Args:
             query: [b, s, n, d]
             key: [b, s, g, d]
-            positions: [b, s] int64, below s, of whole sequences. None: 0 to s - 1 in every sequence.
+            positions: [b, s] int64, of whole sequences, below s or the length of the longest `tables` before. None: 0
+                to s - 1 in every sequence.
 
         Returns:
             Like query and key, contiguous.
@@ -176,6 +177,7 @@ class Rotary:
         if positions is None:
             return (cos, sin) if self.sequence.group.size == 1 else self._here
         rows = self.sequence.take(positions, 1).flatten()
+        cos, sin = self._tables
         return cos[rows], sin[rows]
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,110 @@
+"""Keys and values of the tokens that a model has read: each further token costs one position instead of all of them.
+
+The model is megacore's own, which `KeyValues.of` checks: only its layers are known to look at other positions in their
+attention alone. An attention is given what it has to do with queries, keys and values (`Attention.mix`) for the time of
+a call, so that the model is at any time what it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.config import ResolvedModel
+from megacore.layers.attention import Attention, SelfAttention
+from megacore.layers.block import MLP, GatedMLP, ParallelBlock, SharedNormBlock, TransformerBlock
+from megacore.layers.latent_attention import LatentAttention
+from megacore.layers.moe import MoE
+from megacore.models.gpt import GPTEmbedding, GPTHead, next_token_logits
+from megacore.ops.block_attention import Scene, attend
+from megacore.ops.visibility import Visibility
+from megacore.pipeline.stage import Stage
+
+_BLOCKS = (TransformerBlock, ParallelBlock, SharedNormBlock)
+_ATTENTIONS, _MLPS = (SelfAttention, LatentAttention), (MLP, GatedMLP, MoE)
+_BY_LENGTH = ("dynamic", "longrope")  # kinds of --rope-scaling that turn earlier positions otherwise in a longer text
+
+
+class KeyValues:
+    """Reads a text piece by piece.
+
+    Args:
+        stage: the whole model on one rank, in evaluation.
+        config: its resolved configuration.
+        capacity: tokens that will be read, at most as many as the model has positions.
+
+    Attributes:
+        length: tokens that have been read.
+    """
+
+    def __init__(self, stage: Stage, config: ResolvedModel, capacity: int) -> None:
+        assert capacity <= config.max_position_embeddings
+        self._stage, self._config, self._capacity, self.length = stage, config, capacity, 0
+        self._attentions = [module for module in stage.modules() if isinstance(module, Attention)]
+        self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, stage: Stage, config: ResolvedModel, capacity: int) -> KeyValues | None:
+        """None for a model in which a token changes what earlier ones have left: one with layers of a program's own,
+        rotations that depend on the length, or experts with a capacity. Arguments as for this class."""
+        first, *blocks, last = stage.layers
+        own = type(first) is GPTEmbedding and type(last) is GPTHead and all(map(_is_own, blocks))
+        drops = config.experts is not None and config.experts.moe_expert_capacity_factor is not None
+        if not own or drops or config.rope_scaling in _BY_LENGTH:
+            return None
+        return cls(stage, config, capacity)
+
+    @torch.no_grad()
+    def next_logits(self, tokens: list[int]) -> Tensor:
+        """Logits [V] of the token after these, which follow those that have been read."""
+        device = next(self._stage.parameters()).device
+        text = torch.tensor([tokens], device=device)
+        positions = torch.arange(self.length, self.length + len(tokens), device=device)[None]
+        for attention in self._attentions:
+            if attention.rotary is not None:
+                attention.rotary.tables(self._capacity, device)
+        with self._remembering():
+            logits = self._stage((text, torch.ones_like(text), positions))
+        self.length += len(tokens)
+        return next_token_logits(logits, self._config.vocab_size)[0]
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        for attention in self._attentions:
+            attention.mix = partial(self._mix, attention)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for attention in self._attentions:
+                del attention.mix
+
+    def _mix(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """In place of `Attention.mix`: over the keys and values of all tokens so far."""
+        if attention not in self._kept:
+            room = (*key.shape[:2], self._capacity, key.shape[3])
+            self._kept[attention] = key.new_empty(room), value.new_empty(room)
+        stop = self.length + key.shape[2]
+        for kept, new in zip(self._kept[attention], (key, value), strict=True):
+            kept[:, :, self.length : stop] = new
+        keys, values = (kept[:, :, :stop] for kept in self._kept[attention])
+        if self.length == 0:
+            return type(attention).mix(attention, query, key, value, None)
+        view = Visibility(causal=attention.causal, window=attention.window)
+        slopes = None if attention.alibi is None else attention.alibi.slopes
+        if attention.soft_cap is not None:  # which torch's operator does not know
+            cap = attention.soft_cap
+            return attend(query, keys, values, view=view, slopes=slopes, soft_cap=cap, offset=self.length)[0]
+        seen = Scene(view=view, slopes=slopes).bias(range(self.length, stop), range(stop), query.device)
+        bias = None if seen is None else seen.to(query.dtype)
+        is_grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=is_grouped)
+
+
+def _is_own(block: nn.Module) -> bool:
+    """Whether all that a block consists of is megacore's: no subclass, which may look elsewhere."""
+    return type(block) in _BLOCKS and type(block.attention) in _ATTENTIONS and type(block.mlp) in _MLPS

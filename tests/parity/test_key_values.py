@@ -1,0 +1,85 @@
+"""A text that is read piece by piece gives the logits of the whole text, in every model of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacore.inference.generate import Sampling, generate
+from megacore.inference.key_values import KeyValues
+from megacore.layers.attention import SelfAttention
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers, next_token_logits
+from megacore.models.initialize import RandomWeights
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage
+from tests.matrix.programs import PROGRAMS, Changes
+from tests.parity.runs import make_config
+
+CPU = torch.device("cpu")
+POSITIONS = 24
+PIECES = (1, 5, 1, 1, 9, 1)
+# A longer text turns earlier positions otherwise, or leaves tokens out of their experts.
+WITHOUT = {"stretched", "phi longrope", "capacity", "first", "padded", "limited"}
+GPTS = [name for name, changes in PROGRAMS.items() if "bert_style" not in changes]
+
+
+def model(changes: Changes) -> tuple[Stage, KeyValues | None]:
+    config = make_config((1, 1, 1), "unused", **changes, max_position_embeddings=POSITIONS).model
+    stage = Stage(gpt_layers(config, BuildContext(device=CPU, streams=RandomStreams(1, CPU)))).eval()
+    RandomWeights(config, seed=3).fill(stage.by_name().values())
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            draws = torch.Generator().manual_seed(parameter.numel())
+            parameter.add_(torch.randn(parameter.shape, generator=draws), alpha=0.1)
+    return stage, KeyValues.of(stage, config, POSITIONS)
+
+
+@pytest.mark.parametrize("name", GPTS)
+@torch.no_grad()
+def test_pieces_have_the_logits_of_the_whole(name: str) -> None:
+    stage, read = model(PROGRAMS[name])
+    assert (read is None) == (name in WITHOUT)
+    if read is None:
+        return
+    text = torch.randint(0, 64, (sum(PIECES),), generator=torch.Generator().manual_seed(5)).tolist()
+    for size in PIECES:
+        found = read.next_logits(text[read.length : read.length + size])
+        expected = next_token_logits(stage(torch.tensor([text[: read.length]])), len(found))[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "stretched"])
+def test_generation_goes_on_beyond_the_positions(name: str) -> None:
+    """Then the beginning is left out, and with it every position changes."""
+    stage, _ = model(PROGRAMS[name])
+    config = make_config((1, 1, 1), "unused", **PROGRAMS[name], max_position_embeddings=POSITIONS).model
+    tokens = [3, 1, 4]
+    found = list(generate(stage, config, tokens, max_new_tokens=POSITIONS + 5, sampling=Sampling(temperature=0.0)))
+    with torch.no_grad():
+        for _ in found:
+            logits = next_token_logits(stage(torch.tensor([tokens[-POSITIONS:]])), config.vocab_size)
+            tokens = [*tokens, int(logits.argmax())]
+    assert found == tokens[3:]
+
+
+class Backwards(SelfAttention):
+    """Looks at later positions beside its heads."""
+
+    def forward(self, x: torch.Tensor, *where: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(x) + x.flip(1)
+
+
+def test_a_model_with_a_layer_of_a_program_is_read_whole() -> None:
+    config = make_config((1, 1, 1), "unused", max_position_embeddings=POSITIONS).model
+    for part in ("block", "attention", "mlp"):
+        stage, read = model({})
+        assert read is not None
+        block = stage.layers[1]
+        if part == "block":
+            stage.layers[1] = torch.nn.Identity()
+        elif part == "mlp":
+            block.mlp = torch.nn.Identity()
+        else:
+            block.attention.__class__ = Backwards
+        assert KeyValues.of(stage, config, POSITIONS) is None, part
