@@ -441,6 +441,7 @@ def _cp_comm(value: Value) -> Translation:
 
 _FP8_RECIPES = {"delayed": "tensorwise", "tensorwise": "tensorwise", "blockwise": "blockwise"}
 _FP8_ON = ("--fp8-format", "--fp8-e4m3", "--fp8-hybrid")
+_WITHOUT_FP8 = Translation(note="has no effect without --fp8-format")
 
 
 def _fp8(value: Value) -> Translation:
@@ -464,13 +465,13 @@ def _fp8(value: Value) -> Translation:
 
 
 def _fp8_recipe(value: Value) -> Translation:
-    """--fp8-format reads it; without that it means nothing."""
-    return Translation()
+    """--fp8-format reads it."""
+    return Translation() if any(name in value.run.others for name in _FP8_ON) else _WITHOUT_FP8
 
 
 def _blocks_in_bf16(value: Value) -> Translation:
     if not any(name in value.run.others for name in _FP8_ON):
-        return Translation()
+        return _WITHOUT_FP8
     first, last = (
         whole(Value(name, value.run.others.get(name, "1"), value.run))
         for name in ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")

@@ -52,9 +52,10 @@ def _processes(c: Settings) -> Iterator[str]:
     if last in given and product != world_size:
         yield Problem(
             f"{equation}, but {processes}",
-            *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items()),
+            divisors_of(last, given[last], left.get(last, world_size)),
             c.out(last) if last in left else None,
             Values(name=WORLD_SIZE, among=[product], near=world_size),
+            *(divisors_of(name, given[name], left.get(name, world_size)) for name in given if name != last),
         )
     if last not in given and world_size % product:
         yield Problem(
@@ -409,7 +410,7 @@ BATCH_RULES: Sequence[Rule] = (
 
 def _schedule(c: Settings) -> Iterator[str]:
     """The parts of the learning-rate schedule follow each other within its length."""
-    c.read("global_batch_size", "rampup_batch_size")
+    c.read("train_iters", "global_batch_size", "rampup_batch_size")
     end, warmup, final, iters = c.config.lr_decay_iters, c.lr_warmup_iters, c.lr_wsd_decay_iters, c.train_iters
     name = "lr_decay_iters" if c.lr_decay_iters else "train_iters"
     length = f"{flag(name)} {end}"
@@ -616,13 +617,16 @@ def idle_optimizers(config: Config) -> list[str]:
 def _idle_optimizers(c: Settings) -> Iterator[str]:
     """Settings of an optimizer that is not chosen have no effect, whatever they are."""
     chosen, config = c.optimizer, c.config
-    for section in idle_optimizers(config):
-        for name in getattr(config, section).set_fields:
+    idle = {section: names for section in idle_optimizers(config) if (names := getattr(config, section).set_fields)}
+    for section, names in idle.items():
+        # Settings of two optimizers need two others: none is proposed.
+        other = use("optimizer", section) if len(idle) == 1 else None
+        for name in names:
             fields = PARAMETERS["optimizer"].get(OWNERS.get(name, ("", ""))[1], (name,))
             # --optimizer beta1=0.8 would mean AdamW's with --optimizer adamw.
             own = name != field_of_optimizer(fields, chosen, type(config))
-            said = f"{flag_and_value(name, getattr(c, name), own=own)} has no effect with --optimizer {chosen}"
-            yield Problem(said, c.without(name), use("optimizer", section))
+            said = f"{flag_and_value(name, config.value(name), own=own)} has no effect with --optimizer {chosen}"
+            yield Problem(said, c.without(name), other, only=(name,))
 
 
 def _moments(c: Settings) -> Iterator[str]:

@@ -220,23 +220,18 @@ class Section:
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is invalid whatever the other fields are, each with its message."""
         infos = self.infos  # whose defaults are valid
-        messages = {name: _value_problem(infos[name], value) for name, value in self._not_default().items()}
+        messages = {name: _value_problem(infos[name], getattr(self, name)) for name in self.set_fields}
         return {name: message for name, message in messages.items() if message}
 
-    def _not_default(self) -> dict[str, Any]:
-        # By identity first: a search of layouts asks about all fields of thousands of configurations.
-        values = self.__dict__
-        return {
-            name: value
-            for name, info in self.infos.items()
-            if (value := values[name]) is not info.default and value != info.default
-        }
-
-    @property
+    @functools.cached_property  # what tries other values of a few fields asks all sections
     def set_fields(self) -> list[str]:
         """Fields with neither their default nor that of an earlier version, which its files have written out."""
         former = self.former_defaults
-        return [name for name, value in self._not_default().items() if name not in former or value != former[name]]
+        return [
+            name
+            for name, info in self.infos.items()
+            if (value := getattr(self, name)) != info.default and (name not in former or value != former[name])
+        ]
 
     def violated(self, c: Settings) -> Iterator[str]:
         """Yields a message for each violated rule of this section.
@@ -244,9 +239,9 @@ class Section:
         Args:
             c: its fields, maybe among others.
         """
-        needs = [(name, needed) for name in self.set_fields if (needed := self.infos[name].needs)]
-        yield from c.violated(partial(needed.violated, field=name) for name, needed in needs)
-        yield from c.violated(self.rules)
+        infos = self.infos
+        needs = [(name, needed) for name in self.set_fields if (needed := infos[name].needs)]
+        yield from c.violated([*(partial(needed.violated, field=name) for name, needed in needs), *self.rules])
 
     @property
     def idle_fields(self) -> dict[str, str]:
@@ -271,7 +266,8 @@ class Section:
 
 def _value_problem(info: FieldInfo, value: Any) -> str | None:
     if value is None:
-        return None if info.optional else f"{info.flag} is missing and has no default: use {info.usage}"
+        usage = info.usage if info.example is None else f"for example {with_value(info.flag, info.example)}"
+        return None if info.optional else f"{info.flag} is missing and has no default: use {usage}"
     if info.choices:
         if value in info.choices:
             return None
@@ -359,6 +355,6 @@ def _way_out(info: FieldInfo, value: float) -> str:
             return f"use {number(bounds.high)} or less"
     if isinstance(info.default, int | float):
         return f"use, for example, {number(info.default)} (the default)"
-    if info.range is None:
-        return "give a number"
-    return "give a number in that range" if is_finite else f"give a number that is {info.range}"
+    if info.example is not None:
+        return f"use, for example, {number(info.example)}"
+    return "leave the flag out" if info.optional else "give a number"

@@ -257,8 +257,8 @@ def _example(text: str, info: FieldInfo) -> str:
         accepted = [n for n in nearest_ints(text) if n <= LARGEST_INT and (info.range is None or n in info.range)]
         if accepted:
             return f"use {one_of(accepted)}"
-    has_default = info.default not in (None, dataclasses.MISSING)
-    return f"use, for example, {number(info.default)}" if has_default else f"write {info.metavar} in digits"
+    usual = info.example if info.default in (None, dataclasses.MISSING) else info.default
+    return f"write {info.metavar} in digits" if usual is None else f"use, for example, {number(usual)}"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

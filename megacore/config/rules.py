@@ -39,14 +39,13 @@ class Settings:
     """
 
     def __init__(self, sections: Sequence[Any], wrong: frozenset[str], **further: Any) -> None:
-        values, infos = self.__dict__, dict[str, Any]()
+        values = self.__dict__
         for section in sections:
             values.update(section.__dict__)
-            infos.update(section.infos)
         given = {name for section in sections for name in section.set_fields}
         for name in wrong:
             values.pop(name, None)
-        values.update(further, _kinds=list(map(type, sections)), _infos=infos, _given=given, _wrong=wrong)
+        values.update(further, _kinds=list(map(type, sections)), _sections=sections, _given=given, _wrong=wrong)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._wrong:
@@ -54,7 +53,8 @@ class Settings:
         for kind in self._kinds:
             found = getattr(kind, name, None)
             if isinstance(found, property) and found.fget is not None:
-                return found.fget(self)
+                self.__dict__[name] = found.fget(self)  # for the next rule
+                return self.__dict__[name]
             if found is not None and callable(found):
                 return MethodType(found, self)
         raise AttributeError(f"no section has {name}")
@@ -66,11 +66,15 @@ class Settings:
 
     def default(self, name: str) -> Any:
         """The default of a field that has one."""
-        return self._infos[name].default
+        return self._info(name).default
+
+    def _info(self, name: str) -> Any:
+        return next(section.infos[name] for section in self._sections if name in section.infos)
 
     def is_set(self, name: str) -> bool:
         """Whether a field has neither its default nor that of an earlier version, which its files have written out."""
-        self.read(name)
+        if name in self._wrong:
+            raise Unread
         return name in self._given
 
     def hold(self, terms: Iterable[str]) -> bool:
@@ -78,9 +82,9 @@ class Settings:
         return all(map(self._holds, terms))
 
     def _holds(self, term: str) -> bool:
-        name, equals, text = term.partition("=")
-        if not equals:
-            return self.is_set(name)
+        if "=" not in term:
+            return self.is_set(term)
+        name, _, text = term.partition("=")
         return (str(getattr(self, name.removesuffix("!"))) == text) != name.endswith("!")
 
     def given(self, name: str) -> str:
@@ -89,7 +93,7 @@ class Settings:
 
     def example(self, name: str) -> str:
         """A field as it may be given."""
-        info = self._infos[name]
+        info = self._info(name)
         if info.kind is str:
             return with_value(info.flag, info.metavar)
         return str(info.flag) if info.example is None else flag_and_value(name, info.example)

@@ -28,6 +28,7 @@ Recheck = Callable[[Changes], Sequence[str]]
 """The violated constraints after fields have other values."""
 Steps = Callable[[Sequence[str], Changes], Iterable[tuple[Changes, float]]]
 
+_MOST_WAYS = 3  # that a message proposes
 _MOST_TRIED = 400  # combinations of a group
 _MOST_CHANGED = 4  # flags of a combination
 _LATER = 0.25  # of distance, for each value of a field that is nearer
@@ -97,7 +98,7 @@ class _Group:
             *others, last = [flag(name) for name in self._by_name if name != WORLD_SIZE] or [""]
             several = f"choose other values of {', '.join(others)} and {last} together"
             words = [several if others else f"choose another value of {last}"] if last else []
-        return message(problem.said, [*words, *in_prose])
+        return message(problem.said, [*words, *in_prose][:_MOST_WAYS])
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
         while change is not None and not self._solves(change.values):
@@ -124,9 +125,10 @@ class _Group:
     @cached_property
     def _by_name(self) -> dict[str, list[Values]]:
         """The ways out by field."""
-        ways = [way for problem in self.problems for way in _ways(problem) if isinstance(way, Values)]
-        names = dict.fromkeys(way.name for way in ways)
-        return {name: [way for way in ways if way.name == name] for name in names}
+        ways: dict[str, list[Values]] = {}
+        for way in _values(self.problems):
+            ways.setdefault(way.name, []).append(way)
+        return ways
 
     @cached_property
     def _values(self) -> dict[str, list[int]]:
@@ -206,7 +208,7 @@ def solve(problems: Sequence[str], recheck: Recheck, steps: Steps) -> tuple[Sequ
         steps: further changes, each with its distance, from what is violated after some.
 
     Returns:
-        What is left, and the changes.
+        What is left, and the changes; of several that leave as little, those that leave most values to choose from.
     """
     order, tried = itertools.count(), set[frozenset[tuple[str, Any]]]()
     # What is left, changes and their distances; first what is nearest to a way out.
@@ -225,7 +227,8 @@ def solve(problems: Sequence[str], recheck: Recheck, steps: Steps) -> tuple[Sequ
             tried.add(key)
             others, total = recheck(changed), distance + length
             heapq.heappush(queue, (total + 2 * len(changed) + 2 * len(others), next(order), others, changed, total))
-    return min([best, *((left, changes) for _, _, left, changes, _ in sorted(queue))], key=lambda one: len(one[0]))
+    ends = [best, *((left, changes) for _, _, left, changes, _ in sorted(queue))]
+    return min(ends, key=lambda end: (len(end[0]), -sum(len(way.among) for way in _values(end[0]) if not way.bound)))
 
 
 def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterator[tuple[Changes, float]]:
@@ -244,6 +247,11 @@ def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterato
 
 def _ways(problem: str) -> Sequence[Way]:
     return problem.ways if isinstance(problem, Problem) else ()
+
+
+def _values(problems: Sequence[str]) -> Iterator[Values]:
+    """The ways out that are values of one field."""
+    return (way for problem in problems for way in _ways(problem) if isinstance(way, Values))
 
 
 def _sample(values: Sequence[int]) -> list[int]:
@@ -266,7 +274,7 @@ def fields_of(problem: str) -> frozenset[str]:
     said = problem.said if isinstance(problem, Problem) else problem.partition(": ")[0]
     named = fields_in(said)
     also = problem.about if isinstance(problem, Problem) else frozenset()
-    return also | named | {way.name for way in _ways(problem) if isinstance(way, Values)}
+    return also | named | {way.name for way in _values([problem])}
 
 
 def _key(problem: str) -> frozenset[str] | str:
@@ -309,73 +317,20 @@ class Searched:
     allows: Callable[[str, Any], bool]
 
 
-def nearest_start(values: Mapping[str, Sequence[Any]], left: Recheck) -> Changes:
-    """The values by which the fewest constraints are violated, as few of them as may be.
-
-    It changes one or two fields at a time, those that the violated constraints are about, as long as fewer are
-    violated, or the same ones with more values to offer.
+def values_among(values: Mapping[str, Sequence[Any]]) -> Steps:
+    """The steps to other values of the fields that constraints are about, each of one field.
 
     Args:
-        values: that fields may take, by field.
-        left: the violated constraints after fields have other values.
+        values: that fields may take, by field, best first.
     """
-    changes: dict[str, Any] = {}
-    problems = left(changes)
-    while problems:
-        known = len(problems)
-        single = [(left({**changes, **one}), one) for one in _values_among(problems, changes, values)]
-        pairs = (
-            (left({**changes, **one, **two}), {**one, **two})
-            for remaining, one in single
-            for two in _values_among(remaining, {**changes, **one}, values)
-        )
-        better = _fewest(single, known) or _fewest(pairs, known) or _with_most_ways(problems, single)
-        if better is None:
-            break
-        problems, further = better
-        changes |= further
-    return changes
 
+    def steps(problems: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, float]]:
+        about = frozenset[str]().union(*map(fields_of, problems))
+        for name, possible in values.items():
+            if name in about and name not in changes:
+                yield from (({name: value}, 1 + place / len(possible)) for place, value in enumerate(possible))
 
-def _values_among(
-    problems: Sequence[str], changes: Changes, values: Mapping[str, Sequence[Any]]
-) -> Iterator[dict[str, Any]]:
-    """Other values of the fields that constraints are about, each of one field."""
-    about = frozenset[str]().union(*map(fields_of, problems))
-    for name, possible in values.items():
-        if name in about and name not in changes:
-            for value in possible:
-                yield {name: value}
-
-
-def _with_most_ways(
-    problems: Sequence[str], tried: Iterable[tuple[Sequence[str], dict[str, Any]]]
-) -> tuple[Sequence[str], dict[str, Any]] | None:
-    """Where the same constraints are violated with more values to offer, as for a divisor of more replicas."""
-    about, most, best = [*map(fields_of, problems)], _offered(problems), None
-    for one in tried:
-        if [*map(fields_of, one[0])] == about and (number := _offered(one[0])) > most:
-            best, most = one, number
-    return best
-
-
-def _offered(problems: Sequence[str]) -> int:
-    """The number of values that violated constraints offer."""
-    ways = [way for problem in problems if isinstance(problem, Problem) for way in problem.ways]
-    return sum(len(way.among) for way in ways if isinstance(way, Values) and not way.bound)
-
-
-def _fewest(
-    tried: Iterable[tuple[Sequence[str], dict[str, Any]]], known: int
-) -> tuple[Sequence[str], dict[str, Any]] | None:
-    """The first of those that leave no problem, or else the fewest, if that is fewer than are known."""
-    best = None
-    for one in tried:
-        if (number := len(one[0])) < known:
-            best, known = one, number
-        if not known:
-            break
-    return best
+    return steps
 
 
 def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], recheck: Recheck) -> str:
@@ -393,7 +348,7 @@ def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], recheck
     for name in (name for name in values if name in fields_of(problem)):
         keeping = [
             (step, [one for one in others if fields_of(one) not in known])
-            for step in _values_among([problem], {}, {name: values[name]})
+            for step, _ in values_among({name: values[name]})([problem], {})
             if fields_of(problem) not in map(fields_of, others := recheck(step))
         ]
         if not keeping:

@@ -34,7 +34,7 @@ class TrainingConfig(Section):
     global_batch_size: Annotated[int | None, Range(1, 1_000_000)] = None
     """Samples per step over all replicas. A multiple of --micro-batch-size x --dp. Default: --micro-batch-size x
     --dp."""
-    train_iters: Annotated[int, Range(1)]
+    train_iters: Annotated[int, Range(1), Flag(example=1000)]
     """Training steps, counted from the start of the run, before any resume."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
     """Seed of initial weights, dropout and data order. On cuda, repeating a run bitwise needs --deterministic or

@@ -16,7 +16,7 @@ from megacore.config.dimensions import degree_fields, fill_degrees
 from megacore.config.fields import Section
 from megacore.config.problem import WORLD_SIZE
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
-from megacore.config.solve import Searched, nearest_start, with_other_values, with_tried_ways
+from megacore.config.solve import Searched, solve, values_among, with_other_values, with_tried_ways
 from megacore.config.spelling import flag
 
 
@@ -70,7 +70,7 @@ class Validation:
             ]
             return [*self._left(changes), *beyond]
 
-        start = self.config.with_values(nearest_start(values, left))
+        start = self.config.with_values(solve(left({}), left, values_among(values))[1])
         last = degree_fields()[-1]
         if start.value(last) is None and (ranks := fill_degrees(start.parallel, self.world_size)[last]):
             start = start.with_values({last: ranks})  # which a search chooses too, so that it is not derived
@@ -129,9 +129,9 @@ def violations(
     wrong |= refused.keys()
     problems = list(refused.values())
     c = settings_of(config, world_size, wrong)
-    for section, messages in zip(sections, wrong_by_section, strict=True):
-        problems += [message for name, message in messages.items() if name not in unread]
-        problems += section.violated(c)
+    for name, section, messages in zip(names, sections, wrong_by_section, strict=True):
+        problems += [message for field, message in messages.items() if field not in unread]
+        problems += () if name in idle else section.violated(c)
     if on_cpu is not None and not DECIDE_SEQUENCES & wrong:
         c = settings_of(config.with_sequences_of_device(on_cpu=on_cpu), world_size, wrong)
     return [*problems, *c.violated(RULES), *c.violated(config.rules)]

@@ -97,7 +97,7 @@ def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: st
             about = [one for one in violations(make(**given), 1) if re.match(rf"{info.flag}[ =]", one)]
             assert about, f"{info.flag} {value}"
             proposed = [change for change in proposals(about[0]) if set(map(flag, change)) == {info.flag}]
-            assert proposed or not info.range or "give a number" in about[0], about
+            assert proposed or not info.range, about
             for change in proposed:
                 changed = make(**{**chosen, **dict(zip([info.name], change.values(), strict=True))})
                 assert info.name not in getattr(changed, section).wrong_fields(), about
