@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class TensorInPieces:
     """A tensor of a checkpoint.
 
     Attributes:
@@ -107,7 +107,7 @@ class StoredTensor:
         return whole
 
 
-def open_dcp(directory: Path) -> dict[str, StoredTensor]:
+def open_dcp(directory: Path) -> dict[str, TensorInPieces]:
     """The tensors of a checkpoint by name; none is read.
 
     Raises:
@@ -125,9 +125,9 @@ def open_dcp(directory: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index} is damaged: {error!r}"[:300]) from None
 
 
-def _tensors(fields: Mapping[str, Any], directory: Path) -> dict[str, StoredTensor]:
+def _tensors(fields: Mapping[str, Any], directory: Path) -> dict[str, TensorInPieces]:
     stored = {
-        name: StoredTensor(name=name, shape=_sizes(entry.fields["size"]), dtype=_dtype(entry))
+        name: TensorInPieces(name=name, shape=_sizes(entry.fields["size"]), dtype=_dtype(entry))
         for name, entry in fields["state_dict_metadata"].items()
         if isinstance(entry, _Tensor)
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.convert.dcp_files import INDEX, StoredTensor, open_dcp
+from megacore.convert.dcp_files import INDEX, TensorInPieces, open_dcp
 from megacore.convert.hf_directory import inside
 from megacore.convert.megatron_files import RankFile, iteration_directory
 from megacore.convert.pickled import load
@@ -76,7 +76,7 @@ def open_torch_dist(path: Path) -> list[list[RankFile]]:
     ]
 
 
-def _tensors(name: str, stored: StoredTensor) -> Iterator[tuple[str, Tensor]]:
+def _tensors(name: str, stored: TensorInPieces) -> Iterator[tuple[str, Tensor]]:
     whole = stored.read()
     match = _STACKED.fullmatch(name)
     if match is None:
