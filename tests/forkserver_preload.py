@@ -28,8 +28,8 @@ import torch.distributed.elastic.multiprocessing.errors
 import torch.distributed.run
 
 import tests.distributed
+from megacore.observe.provenance import provenance_of
 from megacore.parallel.mesh import Mesh
-from megacore.train.provenance import provenance_of
 
 # What programs and tests import, as far as it is installed: a GPU's machine may lack transformers.
 IMPORTED = [

@@ -18,11 +18,11 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.report.files import read_run
-from megacore.commands.report.page import page, verdict_of
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.errors import UserError
 from megacore.files import replace_bytes
+from megacore.observe.report.files import read_run
+from megacore.observe.report.page import page, verdict_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

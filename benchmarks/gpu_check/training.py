@@ -107,7 +107,7 @@ def trainer_of(config: ResolvedConfig, device: torch.device) -> Iterator[Trainer
     try:
         yield trainer
     finally:
-        trainer.report.close()
+        trainer.callbacks.on_stop(None)
         del trainer
         _free(device)
 

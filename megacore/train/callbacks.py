@@ -9,7 +9,7 @@
 
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
-Every rank calls its callbacks: first those of the trainer (standard_callbacks.py lists them), then the others in order.
+Every rank calls its callbacks: first the observers (observe/for_training.py lists them), then the others in order.
 A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate`, `before_save`
 and `on_save` if they are due. Where a spike takes the run back (--on-spike rollback), `on_rollback` follows instead. A
 run ends with `on_stop` or with `on_error`.
@@ -25,14 +25,29 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megacore.checkpoint import Saved
-from megacore.config import ResolvedConfig
-from megacore.parallel.mesh import Mesh
-from megacore.train.parallelize import ParallelModel
-from megacore.train.rollback import Rollback
-from megacore.train.step import StepResult
+if TYPE_CHECKING:
+    from megacore.checkpoint import Saved
+    from megacore.config import ResolvedConfig
+    from megacore.parallel.mesh import Mesh
+    from megacore.train.parallelize import ParallelModel
+    from megacore.train.rollback import Rollback
+    from megacore.train.step import StepResult
+
+
+class Event(NamedTuple):
+    """Something that happened to a run besides what the methods of `Callback` tell.
+
+    Attributes:
+        step: steps taken.
+        kind: `message`, or `load`.
+        values: `text` of a message; `path` of a checkpoint that an engine has loaded.
+    """
+
+    step: int
+    kind: str
+    values: Mapping[str, Any]
 
 
 class Run(Protocol):
@@ -53,6 +68,9 @@ class Run(Protocol):
     @property
     def step(self) -> int:
         """Steps taken."""
+
+    def say(self, text: str) -> None:
+        """Tell the user something, as of this step; of what several ranks say, that of rank 0 is printed."""
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask."""
@@ -89,6 +107,9 @@ class Callback:
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
         """The run is back at an earlier step, and takes the steps after it again with other samples; `reason` is the
         spike."""
+
+    def on_event(self, run: Run, event: Event) -> None:
+        """Something else happened, such as a message to the user."""
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """The run is over, everything is saved; `reason` says why it ended before --train-iters, or is None."""
@@ -146,6 +167,16 @@ class Callbacks:
         """The run is back at an earlier step."""
         for member in self.members:
             member.on_rollback(self._run, rollback, reason)
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Something else happened."""
+        event = Event(self._run.step, kind, values)
+        for member in self.members:
+            member.on_event(self._run, event)
+
+    def say(self, text: str) -> None:
+        """Tell the user something."""
+        self.emit("message", text=text)
 
     def on_stop(self, reason: str | None) -> None:
         """The run is over."""

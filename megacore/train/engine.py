@@ -55,6 +55,7 @@ from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.engine_settings import ChoosesOptimizer, EngineSettings, replicas, without_times
 from megacore.train.memory_check import check_memory_of_ranks
+from megacore.train.observers import observers
 from megacore.train.plain_task import (
     Divide,
     LossFunction,
@@ -66,13 +67,9 @@ from megacore.train.plain_task import (
     moved,
     samples_of,
 )
-from megacore.train.profiling import StepProfiler
-from megacore.train.replicas import ReplicaCheck
 from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.task import DTYPES
-from megacore.train.trackers.callback import Trackers, chosen_trackers
-from megacore.train.trackers.tracker import RunInfo
 from megacore.train.watchdog import watchdog
 
 __all__ = ["Layer", "PipelineEngine"]
@@ -218,16 +215,10 @@ class PipelineEngine:
             self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
-        self._replicas = ReplicaCheck(
-            self.model, self.update.optimizer, self.mesh, interval=self.config.watch.check_replicas_interval
-        )
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
         self.task.shapes = self._shapes
         self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
-        self._trackers: Trackers | None = None  # made by the first `log`, which knows the step that the run begins with
-        steps, rank = self.config.logging.profiled_steps(), self.mesh.world.rank
-        self._profiler = StepProfiler(steps, output_dir=Path(output_dir), rank=rank, device=self.mesh.device)
-        self._callbacks = Callbacks(self, callbacks)
+        self._callbacks = Callbacks(self, [*observers().of_engine(self), *callbacks])
         self._request: str | None = None
         self.stop_reason: str | None = None
 
@@ -237,6 +228,10 @@ class PipelineEngine:
         return self.train_steps.step
 
     # ---- what callbacks may use besides the attributes
+
+    def say(self, text: str) -> None:
+        """Tell the callbacks something; the engine itself prints nothing."""
+        self._callbacks.say(text)
 
     def request_stop(self, reason: str) -> None:
         """Ask the program to end its loop: after the next step `stop_reason` has the reason, on every rank."""
@@ -250,10 +245,9 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Marks a step for the profiler, the watchdog and the callbacks."""
+        """Marks a step for the watchdog and the callbacks."""
         number = self.step + 1
         self._callbacks.on_step_begin(number)
-        self._profiler.begin(number)
         watchdog().begin_step(number, self.config, self.mesh)
         try:
             yield
@@ -262,7 +256,6 @@ class PipelineEngine:
             self._callbacks.on_error(error)
             raise
         watchdog().end_step()
-        self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
         """One update of the weights.
@@ -293,9 +286,7 @@ class PipelineEngine:
             )
         with self._step():
             self.train_steps.compute_gradients(self._prepare(microbatches))
-            result = self._update_weights()
-        self._report(result)
-        return result.loss
+            return self._update_weights().loss
 
     def update_weights(self) -> StepResult:
         """Update the weights from gradients that the caller has computed through `train_steps`, which is the second
@@ -306,17 +297,11 @@ class PipelineEngine:
             SilentCorruption: replicas differ; on every rank.
         """
         with self._step():
-            result = self._update_weights()
-        self._report(result)
-        return result
+            return self._update_weights()
 
     def _update_weights(self) -> StepResult:
+        """Keep what a step results in, and warn of a skipped one."""
         result = self.train_steps.update_weights(votes=[int(self._request is not None)])
-        self._replicas.after_step(result.step)
-        return result
-
-    def _report(self, result: StepResult) -> None:
-        """Keep what a step resulted in, and warn of a skipped one."""
         if result.votes[0]:
             self.stop_reason = self._request or "a callback of another rank"
         if result.skipped is not None and self.mesh.world.rank == 0:
@@ -326,6 +311,7 @@ class PipelineEngine:
             warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self._callbacks.on_step_end(result)
+        return result
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
         """The mean loss, or another mean, over the microbatches of all replicas; in evaluation mode.
@@ -379,22 +365,12 @@ class PipelineEngine:
         Args:
             values: by name; docs/reference/metrics.md has the names that GPT's trainer uses.
         """
-        if self.mesh.world.is_first and self._trackers is None:
-            directory = Path(self.config.training.output_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            run = RunInfo(output_dir=directory, first_step=max(self.step - 1, 0), config=self.config)
-            self._trackers = Trackers(chosen_trackers(self.config.logging), run)
-        record = {"step": self.step, **values, **self._callbacks.figures()}
-        if self._trackers is not None:
-            self._trackers.put(record)
-        self._callbacks.on_log(record)
+        self._callbacks.on_log({"step": self.step, **values, **self._callbacks.figures()})
 
     def close(self) -> None:
         """End the callbacks, close the trackers, wait for all ranks and leave the job; the last thing to do."""
-        self._callbacks.on_stop(self.stop_reason)
         with section(Phase.EXIT):
-            if self._trackers is not None:
-                self._trackers.finish()
+            self._callbacks.on_stop(self.stop_reason)
             self.model.data_parallel.ready()  # a gloo group that ends before its last message may never end
             leave(self.mesh)
         watchdog().end()
@@ -456,7 +432,7 @@ class PipelineEngine:
             SilentCorruption: replicas differ, and nothing is written; on every rank.
             TrainingDiverged: a weight or a moment is not finite.
         """
-        self._replicas.before_save(self.step)
+        self._callbacks.before_save()
         self.train_steps.require_finite()
         saver = CheckpointSaver(self.config.saving_to(str(directory)), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
@@ -464,7 +440,6 @@ class PipelineEngine:
         saver.begin(self.train_steps.state(consumed_samples=samples, in_doubt=in_doubt, buffers=self._buffers()))
         saved = saver.finish()
         assert saved is not None
-        self._replicas.saved(saved.path)
         for note in saved.notes if self.mesh.world.rank == 0 else ():
             warnings.warn(f"{note}; the checkpoint itself is whole", stacklevel=2)
         self._callbacks.on_save(saved)
@@ -481,10 +456,8 @@ class PipelineEngine:
         """
         path = location(directory)
         self.train_steps.load(path, buffers=self._buffers())
-        self._replicas.saved(path)
         self.lr = self.train_steps.lr()
-        if self._trackers is not None:
-            self._trackers.rewind(self.step)
+        self._callbacks.emit("load", path=path)
 
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by global name."""

@@ -13,7 +13,6 @@ from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
 from megacore.train.callbacks import Callbacks
-from megacore.train.sinks import Report
 
 
 class Saving:
@@ -25,8 +24,7 @@ class Saving:
     Args:
         config: resolved.
         mesh: this rank's groups.
-        callbacks: called for every checkpoint once it is published.
-        report: takes warnings.
+        callbacks: called for every checkpoint once it is published, and with warnings.
         loaded: the checkpoint that the run continues from.
         updates: of the weights, as the run counts them when it has loaded.
 
@@ -43,12 +41,11 @@ class Saving:
         mesh: Mesh,
         *,
         callbacks: Callbacks,
-        report: Report,
         loaded: Location | None,
         updates: int,
     ) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
-        self._options, self._callbacks, self._report = config.checkpoint, callbacks, report
+        self._options, self._callbacks = config.checkpoint, callbacks
         self._is_one_process = mesh.world.size == 1
         self.is_busy, self.newest, self.updates = False, loaded, updates
         warns = config.checkpoint.on_save_error == "warn"
@@ -116,9 +113,9 @@ class Saving:
         marked = self._saver.doubt(self.newest)
         with contextlib.suppress(OutputClosed):
             if marked.paths:
-                self._report.say(f"warning: --load auto now passes over {' and '.join(marked.paths)}, {IN_DOUBT}")
+                self._callbacks.say(f"warning: --load auto now passes over {' and '.join(marked.paths)}, {IN_DOUBT}")
             for problem in marked.problems:
-                self._report.say(f"warning: {problem}")
+                self._callbacks.say(f"warning: {problem}")
 
     def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
@@ -133,7 +130,7 @@ class Saving:
         except StorageError as error:
             if warning is None:
                 raise
-            self._report.say(f"warning: {error}{warning}")
+            self._callbacks.say(f"warning: {error}{warning}")
             return
         finally:
             self.is_busy = self._saver.is_busy

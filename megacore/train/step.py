@@ -28,17 +28,48 @@ from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.heartbeat import Phase, operations_differ, phase, section, votes_on_operations
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location
-from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
 from megacore.train.expert_balance import ExpertBalance
 from megacore.train.fp8_errors import Fp8Errors
-from megacore.train.gradient_noise import GradientNoise
+from megacore.train.observers import observers
 from megacore.train.parallelize import ParallelModel, parallelize
-from megacore.train.replay import Replay
 from megacore.train.step_hooks import StepHook
 from megacore.train.task import Task
 from megacore.train.watchdog import watchdog
 
 Hook = TypeVar("Hook", bound=StepHook)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The cause of a step that was not finite, equal on every rank.
+
+    Attributes:
+        cause: weights, moments, hardware, data, overflow or undetermined.
+        lines: the evidence, each a sentence.
+        is_permanent: whether no further step can be finite.
+        is_corruption: whether a computer was in error: copies of a weight or moment on other ranks are finite, or the
+            step is, computed again.
+        suspects_weights: whether finite weights may be the cause.
+        names_remedy: whether a line says what to do.
+    """
+
+    cause: str
+    lines: tuple[str, ...]
+    is_permanent: bool = False
+    is_corruption: bool = False
+    suspects_weights: bool = False
+    names_remedy: bool = False
+
+    def __str__(self) -> str:
+        return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
+
+    def way_out(self, remedies: str) -> str:
+        """What to do about it, after a colon: the data comes first only where it is to blame, and last in doubt."""
+        if self.names_remedy:
+            return ""
+        if self.cause == "data":
+            return f": look at the data of these steps, or use {remedies}"
+        return f": use {remedies}{'' if self.cause == 'overflow' else ', or look at the data of these steps'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +152,7 @@ class TrainStep:
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
         hooks: what else takes part.
-        source: where microbatches come from, if it is known.
+        dataset: that microbatches come from in order, if it is known.
         rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
         not_finite: the steps since the last update or load that were not finite, and had a diagnosis.
     """
@@ -139,7 +170,7 @@ class TrainStep:
         self.step = 0
         self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._decoupled = config.optimizer.decoupled
-        self.source: Source | None = None
+        self.dataset: Any = None
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
@@ -233,8 +264,8 @@ class TrainStep:
             self.not_finite.clear()
         if outcome.is_unexpected and microbatches:
             with section(Phase.EVALUATE):
-                diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
-        elif outcome.is_unexpected and outcome.stop is not None:  # what the caller has computed is not there any more
+                diagnosis = observers().diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+        if outcome.is_unexpected and outcome.stop is not None and diagnosis is None:  # its microbatches are gone
             raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         result = StepResult(
             step=self.step,
@@ -279,7 +310,7 @@ class TrainStep:
             TrainingDiverged: one of them is not finite.
         """
         if non_finite := self.update.non_finite_state():
-            fault = fault_in_words(self, non_finite)
+            fault = observers().fault_in_words(self, non_finite)
             ending = TrainingDiverged if fault is None else SilentCorruption
             raise ending(
                 f"the state after step {self.step} is not finite and is not saved: first in forward order "
@@ -435,10 +466,7 @@ def step_hooks(model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list
     hooks: list[StepHook] = []
     if config.model.experts is not None:
         hooks.append(ExpertBalance(model.chunks, config, mesh))
-    if config.logging.gradient_noise_interval:
-        hooks.append(GradientNoise(config))
+    hooks += observers().step_hooks(model, config, mesh)
     if config.precision.fp8 != "none":
         hooks.append(Fp8Errors(model.chunks, config, mesh))
-    if config.watch.replay_interval:
-        hooks.append(Replay(model, config, mesh))
     return hooks

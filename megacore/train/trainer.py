@@ -7,35 +7,27 @@ saving.py; whatever else watches a run is a callback (callbacks.py).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint import Manifest, TrainingState, changed_settings, read_manifest
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
-from megacore.data import Batch, BatchLoader, DeviceLoader, KnowsPacking, NamedSets, SampleDataset
+from megacore.data import Batch, BatchLoader, DeviceLoader, NamedSets, SampleDataset
 from megacore.errors import TrainingDiverged
-from megacore.models.flops import CONVENTION
 from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.partition import stage_ranges
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
-from megacore.train.diagnosis import Source
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepClock, StepMetrics, StepTimes, mebibytes, term_means
-from megacore.train.provenance import first_line, provenance_of
+from megacore.train.metrics import StepClock, StepMetrics, StepTimes, term_means
+from megacore.train.observers import observers, say
 from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving
-from megacore.train.sinks import Report, say
-from megacore.train.standard_callbacks import standard_callbacks
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
-from megacore.train.summary import attention_warning, launch_summary, summary_line
 from megacore.train.task import Task
 from megacore.train.watchdog import watchdog
 
@@ -69,8 +61,7 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
-        self.provenance = provenance_of(mesh) if mesh.world.is_first else None
-        self._announce(train_data, valid_data)
+        observers().announce(self, train_data, valid_data)
         if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
             say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
         self.train_steps = TrainStep(task, config, mesh)
@@ -88,25 +79,15 @@ class Trainer:
             self.extended = self.rollbacks.extend(self.loaded)
             self.consumed_samples = self.consumed_samples if self.extended is None else self.extended.stop_sample
         self._train_data = train_data
-        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
+        self.train_steps.dataset = train_data
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self._valid_names = valid_data.names if isinstance(valid_data, NamedSets) else ("",)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self._owes_save = False
         self.clock = StepClock(mesh.device, self.step)
-        self.report = Report(
-            Path(config.training.output_dir),
-            train_iters=config.training.train_iters,
-            first_step=self.step,
-            terms=task.loss_names,
-            quiet=mesh.world.rank != 0,
-            may_drop=config.checkpoint.on_save_error == "warn",
-        )
-        self.callbacks = Callbacks(self, [*standard_callbacks(self), *callbacks])
-        self.saving = Saving(
-            config, mesh, callbacks=self.callbacks, report=self.report, loaded=load, updates=self.update.updates
-        )
+        self.callbacks = Callbacks(self, [*observers().of_trainer(self), *callbacks])
+        self.saving = Saving(config, mesh, callbacks=self.callbacks, loaded=load, updates=self.update.updates)
 
     @property
     def step(self) -> int:
@@ -120,9 +101,9 @@ class Trainer:
         only evaluate, once. The results are in the output directory."""
         if self.loaded is not None:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
-            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
+            self.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
         if self.extended is not None:
-            self.report.say(f"  {'rollback':<10}skips more by --on-spike skip-batches: {self.extended}")
+            self.say(f"  {'rollback':<10}skips more by --on-spike skip-batches: {self.extended}")
         try:
             with self.stop_requests, self.saving:
                 if self.config.training.skip_train:
@@ -132,7 +113,7 @@ class Trainer:
             with section(Phase.EXIT):
                 self.model.data_parallel.ready()  # with gloo a message whose tensor is freed blocks all later ones
                 stopped = self.decision.stop if self.step < self.config.training.train_iters else None
-                self.report.say(self._summary(stopped))
+                self.say(self._summary(stopped))
                 self.callbacks.on_stop(stopped)
         except BaseException as error:
             self.callbacks.on_error(error)
@@ -299,7 +280,7 @@ class Trainer:
         at = f"step {self.step}/{self.config.training.train_iters}"
         if not is_last and self.update.skipped_in_a_row:
             if not self._owes_save:
-                self.report.say(f"{at} | the save waits for a step that updates the weights")
+                self.say(f"{at} | the save waits for a step that updates the weights")
             self._owes_save = True
             return
         self._owes_save = False
@@ -307,7 +288,7 @@ class Trainer:
         self.train_steps.require_finite()
         doubt = self.train_steps.doubt()
         if doubt is not None and not is_last:
-            self.report.say(f"warning: {at} | not saved: {doubt}")
+            self.say(f"warning: {at} | not saved: {doubt}")
             return
         self.saving.save(self.state(in_doubt=doubt is not None), is_last=is_last)
 
@@ -315,6 +296,10 @@ class Trainer:
         """Mark in doubt the checkpoints of the weights with which the last steps were not finite."""
         if self.train_steps.suspects_weights:
             self.saving.doubt(self.update.updates)
+
+    def say(self, text: str) -> None:
+        """Tell the user something; rank 0 prints it."""
+        self.callbacks.say(text)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
@@ -378,34 +363,6 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
-
-    def _announce(self, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
-        """Say what is about to be built, and by what."""
-        if self.provenance is None:
-            return
-        summary = launch_summary(
-            self.config,
-            self.mesh,
-            self.task.layers,
-            stage_ranges(self.task.layers, self.config),
-            samples=(len(train_data), 0 if valid_data is None else len(valid_data)),
-            packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
-            idle_share=self.metrics.predicted_bubble,
-        )
-        memory = self.metrics.predicted_memory
-        lines = [
-            first_line(self.provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
-            summary_line("command", self.provenance.command),
-            summary,
-            summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}"),
-        ]
-        if memory:
-            formula = "MiB of state on the fullest rank, by formula"
-            lines.append(summary_line("memory", f"{formula}: {mebibytes(memory)}"))
-        is_transformer = any(layer.block is not None for layer in self.task.layers)
-        if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
-            lines.append(summary_line("warning", slower))
-        say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _summary(self, stopped: str | None) -> str:
         training = self.config.training

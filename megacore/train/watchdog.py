@@ -19,7 +19,6 @@ from megacore.parallel.heartbeat import Phase
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
     from megacore.train.callbacks import Callback
-    from megacore.train.sinks import Report
 
 
 class Watchdog:
@@ -93,12 +92,11 @@ class Watchdog:
         """
         raise AssertionError("without a heartbeat no rank votes")
 
-    def callbacks(self, mesh: Mesh, report: Report, *, first_step: int) -> list[Callback]:
+    def callbacks(self, mesh: Mesh, *, first_step: int) -> list[Callback]:
         """Those that name slow ranks; all ranks call this together.
 
         Args:
             mesh: this rank's groups.
-            report: names a slow rank.
             first_step: steps done before this run.
         """
         return []

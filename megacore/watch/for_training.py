@@ -14,7 +14,6 @@ from megacore.watch.ledger import Flag, this_ledger
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
     from megacore.train.callbacks import Callback
-    from megacore.train.sinks import Report
 
 
 class _Watchdog(Watchdog):
@@ -73,8 +72,8 @@ class _Watchdog(Watchdog):
         found: str = import_module("megacore.watch.same_operations").different_operations(step, mesh)
         return found
 
-    def callbacks(self, mesh: Mesh, report: Report, *, first_step: int) -> list[Callback]:
-        return [import_module("megacore.watch.stragglers").Stragglers(mesh, report, first_step=first_step)]
+    def callbacks(self, mesh: Mesh, *, first_step: int) -> list[Callback]:
+        return [import_module("megacore.watch.stragglers").Stragglers(mesh, first_step=first_step)]
 
 
 WATCHDOG = _Watchdog()

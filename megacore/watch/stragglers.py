@@ -23,7 +23,6 @@ from megacore.parallel.heartbeat import Phase
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.rollback import Rollback
-from megacore.train.sinks import Report
 from megacore.watch.ledger import Ledger, this_ledger
 
 NOTICEABLE = 1.25
@@ -142,16 +141,15 @@ class Stragglers(Callback):
 
     Args:
         mesh: this rank's groups; all ranks make this object together.
-        report: names a slow rank.
         first_step: steps done before this run.
     """
 
-    def __init__(self, mesh: Mesh, report: Report, *, first_step: int) -> None:
+    def __init__(self, mesh: Mesh, *, first_step: int) -> None:
         unwatched = torch.tensor(float(this_ledger() is None), dtype=torch.float64, device=mesh.device)
         self._compares = mesh.world.size > 1 and not all_reduce_job_(unwatched, mesh, "max").item()
         self._hosts = all_gather_objects(socket.gethostname(), mesh.world) if self._compares else []
         name = pipeline_dimension(mesh.dimensions)
-        self._mesh, self._report, self._step = mesh, report, first_step
+        self._mesh, self._step = mesh, first_step
         self._stages = {rank: mesh.coordinates(rank)[name] for rank in range(mesh.world.size)}
         self._seconds: list[float] = []
         self._gc, self._gc_began = 0.0, 0.0
@@ -171,7 +169,7 @@ class Stragglers(Callback):
         times = self._of_ranks(run, times_between(self._seconds, ledger.seconds, self._gc), steps)
         self._begin(ledger, run.step)
         if (named := self._noticed.add(times, steps, self._stages)) is not None:
-            self._report.say(f"step {run.step}/{run.config.training.train_iters} | {self._line(named)}")
+            run.say(f"step {run.step}/{run.config.training.train_iters} | {self._line(named)}")
         straggler = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
         own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
         return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}

@@ -103,7 +103,7 @@ def left_of_runs(rank: int, world_size: int, directory: str, cases: list[tuple[L
             for _ in range(2):
                 trainer.train_step(next(trainer.batches))
             held = torch.accelerator.memory_allocated(mesh.device) - before
-            trainer.report.close()
+            trainer.callbacks.on_stop(None)
             del trainer
             while gc.collect():  # what C++ holds is only seen as garbage once its owner is gone
                 pass

@@ -16,9 +16,9 @@ import torch
 
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.lock import WriterLock
-from megacore.commands.report.files import read_run
-from megacore.commands.report.page import verdict_of
 from megacore.config.cli import save_toml
+from megacore.observe.report.files import read_run
+from megacore.observe.report.page import verdict_of
 from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.processors import available_cores

@@ -67,6 +67,16 @@ def test_without_the_watchdog_two_ranks_train(tmp_path: Path) -> None:
     of_two_ranks(tree_without("watch", tmp_path), "--dp", "2")
 
 
+def test_without_the_observers_two_ranks_train_and_the_run_says_that_nothing_is_recorded(tmp_path: Path) -> None:
+    tree = tree_without("observe", tmp_path)
+    output = of_two_ranks(tree, "--dp", "2", "--save-interval", "1")
+    assert "step 1/2" not in output and not (tree / "output" / "metrics.jsonl").exists()
+    assert (tree / "output" / "step_00000002").is_dir()
+    status, output, errors = run(tree, "pretrain_gpt.py", *MODEL, "--load", "auto", "--train-iters", "4")
+    assert status == 0 and "megacore/observe is not installed: nothing of the run is recorded" in errors, errors
+    assert "continues" in output and "done: 4 steps" in output
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_bert_says_that_the_planner_is_missing(tmp_path: Path) -> None:
     check_dry_run(tree_without("plan", tmp_path), "pretrain_bert.py")

@@ -26,16 +26,16 @@ from wandb.proto import wandb_internal_pb2
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
 from megacore.config import LoggingConfig, validate
+from megacore.observe.trackers.background import MOST_WAITING
+from megacore.observe.trackers.callback import Trackers
+from megacore.observe.trackers.tensorboard import TensorBoard
+from megacore.observe.trackers.tracker import RunInfo
+from megacore.observe.trackers.wandb_run import ID_FILE
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import metrics
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
-from megacore.train.trackers.background import MOST_WAITING
-from megacore.train.trackers.callback import Trackers
-from megacore.train.trackers.tensorboard import TensorBoard
-from megacore.train.trackers.tracker import RunInfo
-from megacore.train.trackers.wandb_run import ID_FILE
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
 from tests.patience import patience
@@ -421,7 +421,7 @@ def test_a_tracker_that_fails_is_reported_once_and_training_is_the_same(tmp_path
 
 @pytest.mark.parametrize("where", ["write", "close"])
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.train.trackers.callback.END_SECONDS", 0.2)
+    monkeypatch.setattr("megacore.observe.trackers.callback.END_SECONDS", 0.2)
     said: list[str] = []
     hangs = Broken(where, hangs=True)
     trackers = Trackers(iter([hangs]), info(tmp_path), say=said.append)

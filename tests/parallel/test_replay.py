@@ -16,9 +16,9 @@ from megacore.config import ResolvedConfig, WatchConfig
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
+from megacore.observe.replay import Replay
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.launch import launch
-from megacore.train.replay import Replay
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parallel.test_engine import engine_of

@@ -36,7 +36,7 @@ from megacore.remote import Location
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parallel.test_reshard import stored
-from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
+from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer, report_of
 from tests.patience import patience
 
 ALONE_MESH = Mesh(device=torch.device("cpu"))
@@ -227,7 +227,7 @@ def in_a_streak(
     options = {"train_iters": 7, "save_interval": 1, "keep_last": 1, "num_layers": layout[1], **options}
     trainer = make_trainer(config := make_config(layout, directory, **options), build_mesh(config.parallel))
     sound, said = trainer.task.loss, list[str]()
-    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    report_of(trainer).say = said.append  # type: ignore[assignment,method-assign]
 
     def loss(output: Tensor, microbatch: Any) -> Tensor:
         return sound(output, microbatch) * (math.nan if trainer.step + 1 in bad else 1.0)

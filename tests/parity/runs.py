@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megacore.config import SECTIONS, Config, ResolvedConfig
 from megacore.config.schema import section_of
+from megacore.observe.sinks import Report
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
@@ -154,6 +155,12 @@ def make_trainer(
     beside, length = config.beside_hidden_states, config.data.seq_length
     data = data or RaggedData(samples, boundaries=bool(beside), pads="padding" in beside, length=length)
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
+
+
+def report_of(trainer: Trainer) -> Report:
+    """What says on rank 0 what happens."""
+    (report,) = (member for member in trainer.callbacks.members if isinstance(member, Report))
+    return report
 
 
 def trainer_of(layout: Layout, output_dir: Path | str, **changes: Any) -> Trainer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megacore.train.gradient_noise import GradientNoise
+from megacore.observe.gradient_noise import GradientNoise
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity import runs

@@ -18,7 +18,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import GradientSum, sharded_parameters
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, gather, make_config, make_trainer
+from tests.parity.runs import Layout, gather, make_config, make_trainer, report_of
 
 Changes = dict[str, Any]
 NAME = "blocks.2.mlp.down.weight"
@@ -28,7 +28,7 @@ def begin(layout: Layout, directory: str, **changes: Any) -> tuple[Trainer, list
     """A run, and the first lines of what it says."""
     config = make_config(layout, directory, **{"num_layers": 3, **changes})
     trainer, said = make_trainer(config, build_mesh(config.parallel)), list[str]()
-    trainer.report.say = lambda text: said.append(text.splitlines()[0])  # type: ignore[method-assign]
+    report_of(trainer).say = lambda text: said.append(text.splitlines()[0])  # type: ignore[method-assign]
     return trainer, said
 
 

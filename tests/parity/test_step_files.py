@@ -19,8 +19,8 @@ ops/activation ops/attention ops/dispatch ops/loss ops/norm
 optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes optim/update
 parallel/canonical parallel/products parallel/sequence parallel/tensor
 pipeline/backward pipeline/runtime pipeline/stage
-train/callbacks train/gpt_task train/history train/metrics train/sinks train/step train/stopping train/task
-train/trainer
+train/callbacks train/gpt_task train/metrics train/step train/stopping train/task train/trainer
+observe/history observe/sinks
 parallel/heartbeat watch/for_training watch/ledger watch/stragglers
 zero/bucket zero/data_parallel
 """

@@ -36,6 +36,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
+    {"observe"},
     {"arrive", "plan", "watch"},
     {"tracer"},
     {"commands"},

@@ -25,8 +25,8 @@ from megacore.files import (
     replacing,
     take_lock,
 )
+from megacore.observe.sinks import keep_until
 from megacore.safe_json import read_object
-from megacore.train.sinks import keep_until
 from tests.patience import patience
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megacore import files
 from megacore.errors import StorageError, UserError
-from megacore.train.sinks import Report
+from megacore.observe.sinks import Report
 
 
 def report(directory: Path, first_step: int, *, may_drop: bool = False) -> Report:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from megacore.files import take_lock
+from megacore.observe.trackers.callback import END_SECONDS
 from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
-from megacore.train.trackers.callback import END_SECONDS
 from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import LoggingConfig
-from megacore.train.callbacks import Callback, Run
+from megacore.observe.trackers.background import Background, warn
+from megacore.observe.trackers.csv_file import CsvFile
+from megacore.observe.trackers.tensorboard import TensorBoard
+from megacore.observe.trackers.tracker import RunInfo, Tracker
+from megacore.observe.trackers.wandb_run import WandbRun
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
-from megacore.train.trackers.background import Background, warn
-from megacore.train.trackers.csv_file import CsvFile
-from megacore.train.trackers.tensorboard import TensorBoard
-from megacore.train.trackers.tracker import RunInfo, Tracker
-from megacore.train.trackers.wandb_run import WandbRun
 
 END_SECONDS, _END_SECONDS_AFTER_ERROR = 60.0, 5.0
 
@@ -83,3 +83,29 @@ class Trackers(Callback):
         until = time.monotonic() + (_END_SECONDS_AFTER_ERROR if failed else END_SECONDS)
         for member in self._members:
             member.finish(failed=failed, until=until)
+
+
+class EngineTrackers(Callback):
+    """Feeds the trackers of an engine, of which its first log knows the step that the run begins with."""
+
+    def __init__(self) -> None:
+        self._trackers: Trackers | None = None
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Pass a record on."""
+        if self._trackers is None:
+            directory = Path(run.config.training.output_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            info = RunInfo(output_dir=directory, first_step=max(run.step - 1, 0), config=run.config)
+            self._trackers = Trackers(chosen_trackers(run.config.logging), info)
+        self._trackers.put(record)
+
+    def on_event(self, run: Run, event: Event) -> None:
+        """Drop the records of the steps after a checkpoint that is loaded."""
+        if event.kind == "load" and self._trackers is not None:
+            self._trackers.rewind(run.step)
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """Close the trackers."""
+        if self._trackers is not None:
+            self._trackers.finish()

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint import Saved, WriterLock, lock_again
-from megacore.errors import OutputClosed, StorageError, UserError
+from megacore.errors import StorageError, UserError
 from megacore.files import GrowingFile, read_bounded, replace_bytes
+from megacore.observe.diagnosis import IMPLAUSIBLE_LOSS
+from megacore.observe.summary import summary_line
 from megacore.progress import Bars, Progress
-from megacore.train.callbacks import Callback, Run
-from megacore.train.diagnosis import IMPLAUSIBLE_LOSS
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
+from megacore.train.observers import say
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
-from megacore.train.summary import summary_line
 
 MOST_BYTES = 1 << 32
 """Of metrics.jsonl: several million records."""
@@ -136,6 +137,11 @@ class Report(Callback):
             self._bar.reach(rollback.to_step)
         self._first = None
 
+    def on_event(self, run: Run, event: Event) -> None:
+        """Say what the run says."""
+        if event.kind == "message":
+            self.say(event.values["text"])
+
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Say how many steps had nothing to learn from; close the file and the bar."""
         if self._uncounted:
@@ -213,26 +219,6 @@ class Report(Callback):
             self._warned = True
             return False
         return True
-
-
-def say(text: str, *, may_fail: bool = False) -> None:
-    """Print at once.
-
-    Args:
-        text: a line or several.
-        may_fail: ignore text that cannot be written.
-
-    Raises:
-        OutputClosed: nobody reads it.
-        StorageError: it cannot be written, and must not be lost.
-    """
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise OutputClosed("what read the output has closed it") from None
-    except OSError as error:  # its file may be on the same full disk
-        if not may_fail:
-            raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
 
 
 def keep_until(path: Path, step: int) -> None:

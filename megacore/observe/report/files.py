@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.lock import LOCK_NAME
-from megacore.commands.report.series import LARGEST
 from megacore.config.bert import BertConfig
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
@@ -21,6 +20,7 @@ from megacore.config.schema import sections_of
 from megacore.config.spelling import flag
 from megacore.errors import UserError
 from megacore.files import take_lock
+from megacore.observe.report.series import LARGEST
 
 Record = Mapping[str, Any]
 _LARGEST_BYTES = {".jsonl": 1 << 30, ".toml": 1 << 24, ".json": 1 << 28}

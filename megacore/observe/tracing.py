@@ -22,7 +22,6 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import ActionTimer, Mark, PipelineRuntime
 from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, write_trace
 from megacore.train.callbacks import Callback, Run
-from megacore.train.sinks import Report
 from megacore.train.step import StepResult
 
 
@@ -102,7 +101,6 @@ class Tracer(Callback):
         config: resolved.
         mesh: this rank's groups.
         runtime: whose passes are traced.
-        report: prints where the trace is.
         first_step: steps done before this run.
         microbatches: per replica and step.
     """
@@ -112,7 +110,6 @@ class Tracer(Callback):
         config: ResolvedConfig,
         mesh: Mesh,
         runtime: PipelineRuntime,
-        report: Report,
         *,
         first_step: int,
         microbatches: int,
@@ -121,7 +118,7 @@ class Tracer(Callback):
         first = min(first_step + 2, last)
         self.steps = range(first, min(first + config.logging.traced_steps, last + 1))
         self.path = Path(config.training.output_dir) / "trace.json"
-        self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
+        self._mesh, self._runtime, self._microbatches = mesh, runtime, microbatches
         self._traced: dict[int, TracedStep] = {}  # by number: one that a rollback repeats is there once
         self._transfers = _Transfers(mesh, runtime.timer)
 
@@ -150,7 +147,7 @@ class Tracer(Callback):
             if result.step == self.steps[-1]:
                 with run.unclocked():
                     self._write()
-                self._report.say(f"step {result.step}/{run.config.training.train_iters} | traced {self.path}")
+                run.say(f"step {result.step}/{run.config.training.train_iters} | traced {self.path}")
 
     def on_error(self, run: Run, error: BaseException) -> None:
         """Listen no longer."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.files import GrowingFile, read_bounded, replace_bytes
-from megacore.train.sinks import MOST_BYTES
-from megacore.train.trackers.tracker import RunInfo, finite
+from megacore.observe.sinks import MOST_BYTES
+from megacore.observe.trackers.tracker import RunInfo, finite
 
 NAME = "metrics.csv"
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from megacore.config.messages import counted
-from megacore.train.trackers.tracker import RunInfo, Tracker
+from megacore.observe.trackers.tracker import RunInfo, Tracker
 
 MOST_WAITING = 1000
 """Records that may wait for a slow tracker."""

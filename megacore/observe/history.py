@@ -25,14 +25,14 @@ from typing import Any
 
 from megacore.checkpoint import Saved
 from megacore.files import GrowingFile
+from megacore.observe.provenance import Provenance
+from megacore.observe.sinks import set_aside
+from megacore.observe.trackers.background import warn
 from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import peak_memory_bytes
-from megacore.train.provenance import Provenance
 from megacore.train.rollback import Rollback
-from megacore.train.sinks import set_aside
 from megacore.train.step import StepResult
-from megacore.train.trackers.background import warn
 
 NAME = "events.jsonl"
 

@@ -17,7 +17,7 @@ from typing import Any
 import megacore
 from megacore.config import LoggingConfig
 from megacore.files import replace_bytes
-from megacore.train.trackers.tracker import RunInfo
+from megacore.observe.trackers.tracker import RunInfo
 
 ID_FILE = "wandb_run_id"
 """The file of the output directory that keeps the id of the run."""

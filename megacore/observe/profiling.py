@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megacore.observe.trackers.background import warn
 from megacore.train.callbacks import Callback, Run
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
-from megacore.train.trackers.background import warn
 
 DIRECTORY = "profile"
 
@@ -94,11 +94,10 @@ class Profiling(Callback):
 
     Args:
         profiler: of this rank.
-        say: prints on rank 0.
     """
 
-    def __init__(self, profiler: StepProfiler, say: Callable[[str], None]) -> None:
-        self._profiler, self._say = profiler, say
+    def __init__(self, profiler: StepProfiler) -> None:
+        self._profiler = profiler
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Start before the first of the steps."""
@@ -115,6 +114,5 @@ class Profiling(Callback):
         if result.step == self._profiler.steps[-1]:
             with run.unclocked():
                 if self._profiler.end(result.step):
-                    self._say(
-                        f"step {result.step}/{run.config.training.train_iters} | profiled {self._profiler.path.parent}"
-                    )
+                    where = f"step {result.step}/{run.config.training.train_iters}"
+                    run.say(f"{where} | profiled {self._profiler.path.parent}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megacore.commands.report.series import Point, decades, decimated, quantile, short, ticks
+from megacore.observe.report.series import Point, decades, decimated, quantile, short, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 10.0, 40.0
 _LOGARITHMIC_FROM = 50.0  # of the highest value over the median: a linear axis would show nothing but the spike

@@ -33,8 +33,7 @@ from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import stable_hash
 from megacore.parallel.sharding import ShardSpec, Slices
-from megacore.remote import Location
-from megacore.train.callbacks import Callback, Run
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.parallelize import ParallelModel
 from megacore.train.step import StepResult
 from megacore.zero.bucket import Bucket
@@ -124,8 +123,8 @@ class ReplicaCheck:
         if self._interval:
             self.check(step)
 
-    def saved(self, checkpoint: Location) -> None:
-        """A checkpoint is published."""
+    def saved(self, checkpoint: object) -> None:
+        """A checkpoint is published, or loaded."""
         self._last_saved = str(checkpoint)
 
     @section(Phase.CHECK)
@@ -335,6 +334,11 @@ class ReplicaChecks(Callback):
     def on_save(self, run: Run, saved: Saved) -> None:
         """Where the run could go back to."""
         self._check.saved(saved.path)
+
+    def on_event(self, run: Run, event: Event) -> None:
+        """An engine has loaded a checkpoint."""
+        if event.kind == "load":
+            self._check.saved(event.values["path"])
 
     def figures(self, run: Run) -> Mapping[str, float]:
         """The last step after which all replicas were equal."""

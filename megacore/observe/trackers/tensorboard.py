@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.files import GrowingFile
-from megacore.train.trackers.tracker import RunInfo, numbers
+from megacore.observe.trackers.tracker import RunInfo, numbers
 
 _START = 1
 _DOUBLE, _VARINT, _BYTES, _FLOAT = 1, 0, 2, 5  # wire types

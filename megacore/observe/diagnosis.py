@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,75 +26,17 @@ from megacore.data import KnowsDocuments
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, Culprit, NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of
-
-if TYPE_CHECKING:
-    from megacore.train.step import BatchWeight, TrainStep
+from megacore.train.step import BatchWeight, Diagnosis, TrainStep
 
 _LARGE = {"fp16": 1e3, "bf16": 1e12, "fp32": 1e12}
 """Activations above this are near an overflow, because products of them are summed; by --precision."""
-WRONG_FROM_THE_START = (
+_WRONG_FROM_THE_START = (
     "no useful weight is as large as this one, and no step has updated it: the model is wrong from the start; use "
     "--init-method-std 0.02, or other weights to start from"
 )
 IMPLAUSIBLE_LOSS = 1e3
 """No useful loss is that large: a model that knows nothing has the logarithm of the vocabulary's size."""
 _MOST_NAMED = 4  # documents
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where microbatches come from, so that a bad one can be looked up.
-
-    Attributes:
-        dataset: the training data.
-        micro_batch_size: samples of a microbatch.
-    """
-
-    dataset: Any
-    micro_batch_size: int
-
-    def describe(self, index: int) -> str:
-        """The samples of microbatch number `index` of the run, and their documents where the data know them."""
-        samples = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
-        text = (
-            f"sample {samples.start:,}" if len(samples) == 1 else f"samples {samples.start:,} to {samples.stop - 1:,}"
-        )
-        if not isinstance(self.dataset, KnowsDocuments):
-            return text
-        documents = list(dict.fromkeys(self.dataset.documents_of(sample) for sample in samples))
-        more = f" and {len(documents) - _MOST_NAMED} more" if len(documents) > _MOST_NAMED else ""
-        return f"{text}: {'; '.join(documents[:_MOST_NAMED])}{more}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """The cause of a step that was not finite, equal on every rank.
-
-    Attributes:
-        cause: weights, moments, hardware, data, overflow or undetermined.
-        lines: the evidence, each a sentence.
-        is_permanent: whether no further step can be finite.
-        is_corruption: whether a computer was in error: copies of a weight or moment on other ranks are finite, or the
-            step is, computed again.
-        suspects_weights: whether finite weights may be the cause.
-    """
-
-    cause: str
-    lines: tuple[str, ...]
-    is_permanent: bool = False
-    is_corruption: bool = False
-    suspects_weights: bool = False
-
-    def __str__(self) -> str:
-        return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
-
-    def way_out(self, remedies: str) -> str:
-        """What to do about it, after a colon: the data comes first only where it is to blame, and last in doubt."""
-        if WRONG_FROM_THE_START in self.lines:  # which names the way out
-            return ""
-        if self.cause == "data":
-            return f": look at the data of these steps, or use {remedies}"
-        return f": use {remedies}{'' if self.cause == 'overflow' else ', or look at the data of these steps'}"
 
 
 class _Microbatch(NamedTuple):
@@ -164,11 +106,12 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
             f"the loss of the last step that updated the weights was {last_loss:.3g}: training had diverged already"
         )
     if largest.value >= IMPLAUSIBLE_WEIGHT and steps.update.updates == 0:
-        remarks.append(WRONG_FROM_THE_START)
+        remarks.append(_WRONG_FROM_THE_START)
     elif largest.value >= IMPLAUSIBLE_WEIGHT:
         remarks.append("no useful weight is as large as this one: training had diverged already")
     found = _Case(steps, microbatches, weight).diagnosis(remarks)
-    return replace(found, lines=(*found.lines, str(largest)))
+    names_remedy = _WRONG_FROM_THE_START in remarks
+    return replace(found, lines=(*found.lines, str(largest)), names_remedy=names_remedy)
 
 
 def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
@@ -298,10 +241,20 @@ class _Case:
         return Diagnosis(cause="undetermined", lines=tuple(lines), suspects_weights=True)
 
     def _describe(self, microbatch: _Microbatch) -> str:
-        rank = self._replicas.index(microbatch.replica)
-        text = f"microbatch {microbatch.number} of replica {microbatch.replica} (rank {rank}"
-        source = self._steps.source
-        return f"{text})" if source is None else f"{text}; {source.describe(microbatch.in_run)})"
+        """Where the microbatch was, its samples, and their documents where the data know them."""
+        dataset, size = self._steps.dataset, self._steps.config.training.micro_batch_size
+        text = f"microbatch {microbatch.number} of replica {microbatch.replica} (rank "
+        text += str(self._replicas.index(microbatch.replica))
+        if dataset is None:
+            return f"{text})"
+        samples = range(microbatch.in_run * size, (microbatch.in_run + 1) * size)
+        text += f"; sample{'' if size == 1 else 's'} {samples.start:,}"
+        text += "" if size == 1 else f" to {samples.stop - 1:,}"
+        if not isinstance(dataset, KnowsDocuments):
+            return f"{text})"
+        documents = list(dict.fromkeys(dataset.documents_of(sample) for sample in samples))
+        more = f" and {len(documents) - _MOST_NAMED} more" if len(documents) > _MOST_NAMED else ""
+        return f"{text}: {'; '.join(documents[:_MOST_NAMED])}{more})"
 
     # ---- the step once more
 

@@ -16,15 +16,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import megacore
-from megacore.commands.report.chart import Bar, Chart, Curve, Mark, bars_to_svg, to_svg
-from megacore.commands.report.files import Record, RunFiles, lasting, require_readable
-from megacore.commands.report.series import Point, finite, quantile, short, smoothed
-from megacore.commands.report.style import STYLE
 from megacore.config.messages import counted
 from megacore.drawing.canvas import to_svg as drawing_to_svg
 from megacore.drawing.timelines import diagram
 from megacore.drawing.traced import traced_panels
 from megacore.models.flops import CONVENTION
+from megacore.observe.report.chart import Bar, Chart, Curve, Mark, bars_to_svg, to_svg
+from megacore.observe.report.files import Record, RunFiles, lasting, require_readable
+from megacore.observe.report.series import Point, finite, quantile, short, smoothed
+from megacore.observe.report.style import STYLE
 
 _MOST_MARKS, _MOST_RANKS, _MOST_ROWS, _MOST_SPANS = 300, 24, 60, 700
 _SMOOTHING = 100  # a curve is smoothed over this part of its points

@@ -1,0 +1,146 @@
+"""What the observers do for a run (megacore/train/observers.py): what watches, guards or records one joins here with an
+entry of a list."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacore.config import ResolvedConfig
+from megacore.data import KnowsPacking, SampleDataset
+from megacore.models.flops import CONVENTION
+from megacore.observe import diagnosis
+from megacore.observe.gradient_noise import GradientNoise
+from megacore.observe.history import History
+from megacore.observe.profiling import Profiling, StepProfiler
+from megacore.observe.provenance import first_line, provenance_of
+from megacore.observe.replay import Replay
+from megacore.observe.replicas import ReplicaCheck, ReplicaChecks
+from megacore.observe.sinks import Report
+from megacore.observe.summary import attention_warning, launch_summary, summary_line
+from megacore.observe.tracing import Tracer
+from megacore.observe.trackers.callback import EngineTrackers, Trackers, chosen_trackers
+from megacore.observe.trackers.tracker import RunInfo
+from megacore.optim.nonfinite import NonFinite
+from megacore.parallel.mesh import Mesh
+from megacore.pipeline.partition import stage_ranges
+from megacore.train.callbacks import Callback
+from megacore.train.engine import PipelineEngine
+from megacore.train.metrics import mebibytes
+from megacore.train.observers import Observers, say
+from megacore.train.parallelize import ParallelModel
+from megacore.train.step import BatchWeight, Diagnosis, TrainStep
+from megacore.train.step_hooks import StepHook
+from megacore.train.trainer import Trainer
+from megacore.train.watchdog import watchdog
+
+
+class _Observers(Observers):
+    def announce(self, trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
+        config, mesh, layers, metrics = trainer.config, trainer.mesh, trainer.task.layers, trainer.metrics
+        if not mesh.world.is_first:
+            return
+        provenance = provenance_of(mesh)
+        summary = launch_summary(
+            config,
+            mesh,
+            layers,
+            stage_ranges(layers, config),
+            samples=(len(train_data), 0 if valid_data is None else len(valid_data)),
+            packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
+            idle_share=metrics.predicted_bubble,
+        )
+        lines = [
+            first_line(provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
+            summary_line("command", provenance.command),
+            summary,
+            summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{metrics.about_mfu()}"),
+        ]
+        if metrics.predicted_memory:
+            formula = "MiB of state on the fullest rank, by formula"
+            lines.append(summary_line("memory", f"{formula}: {mebibytes(metrics.predicted_memory)}"))
+        is_transformer = any(layer.block is not None for layer in layers)
+        if is_transformer and (slower := attention_warning(config, mesh.device)) is not None:
+            lines.append(summary_line("warning", slower))
+        say("\n".join(lines), may_fail=config.checkpoint.on_save_error == "warn")
+
+    def of_trainer(self, trainer: Trainer) -> list[Callback]:
+        config, mesh = trainer.config, trainer.mesh
+        output_dir = Path(config.training.output_dir)
+        report = Report(
+            output_dir,
+            train_iters=config.training.train_iters,
+            first_step=trainer.step,
+            terms=trainer.task.loss_names,
+            quiet=mesh.world.rank != 0,
+            may_drop=config.checkpoint.on_save_error == "warn",
+        )
+        return [
+            *watchdog().callbacks(mesh, first_step=trainer.step),
+            *_replica_checks(trainer, loaded=config.checkpoint.load),
+            report,
+            History(
+                output_dir,
+                first_step=trainer.step,
+                provenance=provenance_of(mesh) if mesh.world.is_first else None,
+                degrees=mesh.degrees,
+                load=config.checkpoint.load,
+                predicted_peak=trainer.metrics.predicted_peak,
+            ),
+            *_trackers(trainer),
+            *_tracers(trainer),
+            *_profilers(trainer),
+        ]
+
+    def of_engine(self, engine: PipelineEngine) -> list[Callback]:
+        trackers = EngineTrackers() if engine.mesh.world.is_first else None
+        return [*_replica_checks(engine), *([trackers] if trackers else []), *_profilers(engine)]
+
+    def step_hooks(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list[StepHook]:
+        hooks: list[StepHook] = []
+        if config.logging.gradient_noise_interval:
+            hooks.append(GradientNoise(config))
+        if config.watch.replay_interval:
+            hooks.append(Replay(model, config, mesh))
+        return hooks
+
+    def diagnose(
+        self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float
+    ) -> Diagnosis:
+        return diagnosis.diagnose(steps, microbatches, weight, last_loss=last_loss)
+
+    def fault_in_words(self, steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
+        return diagnosis.fault_in_words(steps, non_finite)
+
+
+def _replica_checks(run: Trainer | PipelineEngine, *, loaded: str | None = None) -> Iterator[Callback]:
+    interval, optimizer = run.config.watch.check_replicas_interval, run.update.optimizer
+    if interval and run.mesh.world.size > 1:
+        yield ReplicaChecks(ReplicaCheck(run.model, optimizer, run.mesh, interval=interval, loaded=loaded))
+
+
+def _trackers(trainer: Trainer) -> Iterator[Callback]:
+    config = trainer.config
+    trackers = list(chosen_trackers(config.logging))
+    if trackers and trainer.mesh.world.is_first:
+        run = RunInfo(output_dir=Path(config.training.output_dir), first_step=trainer.step, config=config)
+        yield Trackers(trackers, run)
+
+
+def _tracers(trainer: Trainer) -> Iterator[Callback]:
+    config = trainer.config
+    if config.logging.trace:
+        last = trainer.step + config.logging.traced_steps + 1
+        microbatches = config.batch_sizes.of_step(last) // config.replica_batch_size
+        yield Tracer(config, trainer.mesh, trainer.model.runtime, first_step=trainer.step, microbatches=microbatches)
+
+
+def _profilers(run: Trainer | PipelineEngine) -> Iterator[Callback]:
+    steps, output_dir = run.config.logging.profiled_steps(), Path(run.config.training.output_dir)
+    if steps and steps[-1] > run.step:
+        yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=run.mesh.world.rank, device=run.mesh.device))
+
+
+OBSERVERS = _Observers()
