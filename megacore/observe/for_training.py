@@ -3,6 +3,8 @@ entry of a list."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,21 +14,22 @@ from megacore.config import ResolvedConfig
 from megacore.data import KnowsPacking, SampleDataset
 from megacore.models.flops import CONVENTION
 from megacore.observe import diagnosis
+from megacore.observe.events import EngineEvents, Events, MemoryOfRanks
 from megacore.observe.gradient_noise import GradientNoise
-from megacore.observe.history import History
+from megacore.observe.narrator import Bar, Narrator
 from megacore.observe.profiling import Profiling, StepProfiler
 from megacore.observe.provenance import first_line, provenance_of
 from megacore.observe.replay import Replay
 from megacore.observe.replicas import ReplicaCheck, ReplicaChecks
-from megacore.observe.sinks import Report
+from megacore.observe.sinks import Console, EventsFile, MetricsFile, Sink
 from megacore.observe.summary import attention_warning, launch_summary, summary_line
 from megacore.observe.tracing import Tracer
-from megacore.observe.trackers.callback import EngineTrackers, Trackers, chosen_trackers
+from megacore.observe.trackers.background import background_sinks, warn
 from megacore.observe.trackers.tracker import RunInfo
 from megacore.optim.nonfinite import NonFinite
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
-from megacore.train.callbacks import Callback
+from megacore.train.callbacks import Callback, Event
 from megacore.train.engine import PipelineEngine
 from megacore.train.metrics import mebibytes
 from megacore.train.observers import Observers, say
@@ -67,36 +70,24 @@ class _Observers(Observers):
         say("\n".join(lines), may_fail=config.checkpoint.on_save_error == "warn")
 
     def of_trainer(self, trainer: Trainer) -> list[Callback]:
-        config, mesh = trainer.config, trainer.mesh
-        output_dir = Path(config.training.output_dir)
-        report = Report(
-            output_dir,
-            train_iters=config.training.train_iters,
-            first_step=trainer.step,
-            terms=trainer.task.loss_names,
-            quiet=mesh.world.rank != 0,
-            may_drop=config.checkpoint.on_save_error == "warn",
-        )
+        config, mesh, train_iters = trainer.config, trainer.mesh, trainer.config.training.train_iters
+        events, bar = Events(_sinks(trainer) if mesh.world.is_first else ()), list[Callback]()
+        if mesh.world.is_first and sys.stderr.isatty():
+            bar.append(Bar(train_iters, trainer.step))
         return [
             *watchdog().callbacks(mesh, first_step=trainer.step),
             *_replica_checks(trainer, loaded=config.checkpoint.load),
-            report,
-            History(
-                output_dir,
-                first_step=trainer.step,
-                provenance=provenance_of(mesh) if mesh.world.is_first else None,
-                degrees=mesh.degrees,
-                load=config.checkpoint.load,
-                predicted_peak=trainer.metrics.predicted_peak,
-            ),
-            *_trackers(trainer),
+            MemoryOfRanks(trainer.metrics.predicted_peak),
+            *bar,
+            events,
+            Narrator(train_iters, terms=trainer.task.loss_names),
             *_tracers(trainer),
             *_profilers(trainer),
         ]
 
     def of_engine(self, engine: PipelineEngine) -> list[Callback]:
-        trackers = EngineTrackers() if engine.mesh.world.is_first else None
-        return [*_replica_checks(engine), *([trackers] if trackers else []), *_profilers(engine)]
+        events = [EngineEvents()] if engine.mesh.world.is_first else []
+        return [*_replica_checks(engine), *events, *_profilers(engine)]
 
     def step_hooks(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list[StepHook]:
         hooks: list[StepHook] = []
@@ -121,12 +112,15 @@ def _replica_checks(run: Trainer | PipelineEngine, *, loaded: str | None = None)
         yield ReplicaChecks(ReplicaCheck(run.model, optimizer, run.mesh, interval=interval, loaded=loaded))
 
 
-def _trackers(trainer: Trainer) -> Iterator[Callback]:
-    config = trainer.config
-    trackers = list(chosen_trackers(config.logging))
-    if trackers and trainer.mesh.world.is_first:
-        run = RunInfo(output_dir=Path(config.training.output_dir), first_step=trainer.step, config=config)
-        yield Trackers(trackers, run)
+def _sinks(trainer: Trainer) -> list[Sink]:
+    config, first_step = trainer.config, trainer.step
+    output_dir, may_drop = Path(config.training.output_dir), config.checkpoint.on_save_error == "warn"
+    events = EventsFile(output_dir, first_step=first_step, warn=warn)
+    metrics = MetricsFile(output_dir, first_step=first_step, say=trainer.say, may_drop=may_drop)
+    launch = {"degrees": dict(trainer.mesh.degrees), "load": config.checkpoint.load}
+    events.take(Event(first_step, "launch", dataclasses.asdict(provenance_of(trainer.mesh)) | launch))
+    run = RunInfo(output_dir=output_dir, first_step=first_step, config=config)
+    return [Console(may_fail=may_drop), metrics, events, *background_sinks(run)]
 
 
 def _tracers(trainer: Trainer) -> Iterator[Callback]:

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class Event(NamedTuple):
-    """Something that happened to a run besides what the methods of `Callback` tell.
+    """Something that happened to a run (megacore/observe/events.py lists the kinds).
 
     Attributes:
         step: steps taken.
-        kind: `message`, or `load`.
-        values: `text` of a message; `path` of a checkpoint that an engine has loaded.
+        kind: `message`, or another.
+        values: by name, such as the `text` of a message.
     """
 
     step: int
@@ -69,8 +69,11 @@ class Run(Protocol):
     def step(self) -> int:
         """Steps taken."""
 
+    def emit(self, kind: str, **values: Any) -> None:
+        """Let every callback of this rank know of an `Event` of this step; what rank 0 emits is recorded."""
+
     def say(self, text: str) -> None:
-        """Tell the user something, as of this step; of what several ranks say, that of rank 0 is printed."""
+        """Tell the user something: emit a message."""
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask."""

@@ -229,6 +229,10 @@ class PipelineEngine:
 
     # ---- what callbacks may use besides the attributes
 
+    def emit(self, kind: str, **values: Any) -> None:
+        """Let callbacks know of an event."""
+        self._callbacks.emit(kind, **values)
+
     def say(self, text: str) -> None:
         """Tell the callbacks something; the engine itself prints nothing."""
         self._callbacks.say(text)

@@ -297,6 +297,10 @@ class Trainer:
         if self.train_steps.suspects_weights:
             self.saving.doubt(self.update.updates)
 
+    def emit(self, kind: str, **values: Any) -> None:
+        """Let callbacks know of an event."""
+        self.callbacks.emit(kind, **values)
+
     def say(self, text: str) -> None:
         """Tell the user something; rank 0 prints it."""
         self.callbacks.say(text)

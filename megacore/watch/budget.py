@@ -38,7 +38,7 @@ _UNHURRIED = frozenset({Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP})
 """Sections that keep their time after a signal to end: a save must not be lost, and the other two have no step to be
 compared with."""
 _GRACE_AT_EXIT = 75.0
-"""Everything is saved then, and trackers may take a minute to close (observe/trackers/callback.py)."""
+"""Everything is saved then, and trackers may take a minute to close (observe/sinks.py)."""
 _OF_COLLECTIVE_TIMEOUT = 0.9
 
 

@@ -35,7 +35,7 @@ POINTS = {
     "forward": ("megacore.pipeline.stage", "Stage.forward"),
     "backward": ("megacore.pipeline.runtime", "accumulate_gradients"),
     "step": ("megacore.optim.update", "WeightUpdate.apply"),
-    "sink": ("megacore.observe.sinks", "Report.on_log"),
+    "sink": ("megacore.observe.events", "Events.on_log"),
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
     "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
     "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),

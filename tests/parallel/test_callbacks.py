@@ -26,14 +26,15 @@ from wandb.proto import wandb_internal_pb2
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
 from megacore.config import LoggingConfig, validate
-from megacore.observe.trackers.background import MOST_WAITING
-from megacore.observe.trackers.callback import Trackers
+from megacore.observe.events import Events
+from megacore.observe.sinks import finish
+from megacore.observe.trackers.background import MOST_WAITING, Background
 from megacore.observe.trackers.tensorboard import TensorBoard
 from megacore.observe.trackers.tracker import RunInfo
 from megacore.observe.trackers.wandb_run import ID_FILE
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import metrics
-from megacore.train.callbacks import Callback, Run
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
 from tests.distributed import run_distributed
@@ -410,7 +411,7 @@ class Broken:
 def test_a_tracker_that_fails_is_reported_once_and_training_is_the_same(tmp_path: Path, where: str) -> None:
     said: list[str] = []
     with_it = train(
-        tmp_path / "with", Trackers(iter([Broken(where)]), info(tmp_path), say=said.append), eval_interval=0
+        tmp_path / "with", Events([Background(Broken(where), info(tmp_path), say=said.append)]), eval_interval=0
     )
     without = train(tmp_path / "without", eval_interval=0)
     assert [r["train/loss"] for r in with_it] == [r["train/loss"] for r in without]
@@ -421,13 +422,13 @@ def test_a_tracker_that_fails_is_reported_once_and_training_is_the_same(tmp_path
 
 @pytest.mark.parametrize("where", ["write", "close"])
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.observe.trackers.callback.END_SECONDS", 0.2)
+    monkeypatch.setattr("megacore.observe.sinks.END_SECONDS", 0.2)
     said: list[str] = []
     hangs = Broken(where, hangs=True)
-    trackers = Trackers(iter([hangs]), info(tmp_path), say=said.append)
+    tracker = Background(hangs, info(tmp_path), say=said.append)
     for step in range(MOST_WAITING + 10):
-        trackers.put({"step": step})
-    trackers.finish()
+        tracker.take(Event(step, "log", {"step": step}))
+    finish([tracker])
     assert hangs.let_go is not None
     hangs.let_go.set()
     assert said[-1].startswith("--broken has not finished in time, ")

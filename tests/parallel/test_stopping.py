@@ -36,7 +36,7 @@ from megacore.remote import Location
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parallel.test_reshard import stored
-from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer, report_of
+from tests.parity.runs import BATCH, Heard, RaggedData, make_config, make_trainer
 from tests.patience import patience
 
 ALONE_MESH = Mesh(device=torch.device("cpu"))
@@ -225,9 +225,9 @@ def in_a_streak(
 ) -> tuple[str, str | None, list[str]]:
     """A run that saves every step and whose losses are NaN in some: how it ends, what goes on, and what it says."""
     options = {"train_iters": 7, "save_interval": 1, "keep_last": 1, "num_layers": layout[1], **options}
-    trainer = make_trainer(config := make_config(layout, directory, **options), build_mesh(config.parallel))
-    sound, said = trainer.task.loss, list[str]()
-    report_of(trainer).say = said.append  # type: ignore[assignment,method-assign]
+    config, heard = make_config(layout, directory, **options), Heard()
+    trainer = make_trainer(config, build_mesh(config.parallel), callbacks=[heard])
+    sound = trainer.task.loss
 
     def loss(output: Tensor, microbatch: Any) -> Tensor:
         return sound(output, microbatch) * (math.nan if trainer.step + 1 in bad else 1.0)
@@ -242,8 +242,8 @@ def in_a_streak(
     try:
         choice = choose_checkpoint(config, trainer.mesh.world).directory
     except CheckpointError as error:
-        return ended, str(error), said
-    return ended, None if choice is None else choice.name, said
+        return ended, str(error), heard.said
+    return ended, None if choice is None else choice.name, heard.said
 
 
 FP16 = {"precision": "fp16", "initial_loss_scale": 2.0**30, "hysteresis": 1}

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from megacore.config import SECTIONS, Config, ResolvedConfig
 from megacore.config.schema import section_of
-from megacore.observe.sinks import Report
 from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.sharding import ShardSpec, Slices
-from megacore.train.callbacks import Callback
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
@@ -157,10 +156,15 @@ def make_trainer(
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
-def report_of(trainer: Trainer) -> Report:
-    """What says on rank 0 what happens."""
-    (report,) = (member for member in trainer.callbacks.members if isinstance(member, Report))
-    return report
+class Heard(Callback):
+    """Keeps what a run says on this rank."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_event(self, run: Run, event: Event) -> None:
+        if event.kind == "message":
+            self.said.append(event.values["text"])
 
 
 def trainer_of(layout: Layout, output_dir: Path | str, **changes: Any) -> Trainer:

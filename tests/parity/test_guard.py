@@ -18,18 +18,17 @@ from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import GradientSum, sharded_parameters
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, gather, make_config, make_trainer, report_of
+from tests.parity.runs import Heard, Layout, gather, make_config, make_trainer
 
 Changes = dict[str, Any]
 NAME = "blocks.2.mlp.down.weight"
 
 
 def begin(layout: Layout, directory: str, **changes: Any) -> tuple[Trainer, list[str]]:
-    """A run, and the first lines of what it says."""
+    """A run, and what it says."""
     config = make_config(layout, directory, **{"num_layers": 3, **changes})
-    trainer, said = make_trainer(config, build_mesh(config.parallel)), list[str]()
-    report_of(trainer).say = lambda text: said.append(text.splitlines()[0])  # type: ignore[method-assign]
-    return trainer, said
+    heard = Heard()
+    return make_trainer(config, build_mesh(config.parallel), callbacks=[heard]), heard.said
 
 
 def step(trainer: Trainer) -> float:
@@ -61,7 +60,7 @@ def skip_each(
         assert math.isfinite(step(trainer))
         trainer.model.data_parallel.ready()
         update = trainer.update
-        found.append((said[0] if said else None, update.scaler.scale, same, update.skipped_steps))
+        found.append((said[0].splitlines()[0] if said else None, update.scaler.scale, same, update.skipped_steps))
     return found
 
 
@@ -148,7 +147,7 @@ def planted(rank: int, world_size: int, directory: str, cases: list[Planted]) ->
         elif rank == culprit:
             plant_in(trainer, name, math.nan)
         step(trainer)
-        first_lines += said
+        first_lines += [text.splitlines()[0] for text in said]
     return first_lines
 
 
@@ -205,7 +204,7 @@ def test_finite_gradients_whose_squares_overflow_are_called_just_that(precision:
     trainer.parameters[NAME].register_hook(lambda gradient: torch.full_like(gradient, 2.0**67))
     result = trainer.train_step(next(trainer.batches))
     expected = f"the sum of squared gradients in fp32 (largest entry 5.9e+20, of {NAME}) is not finite"
-    assert said == [f"step 1/20 | skipped: {expected}"]
+    assert [text.splitlines()[0] for text in said] == [f"step 1/20 | skipped: {expected}"]
     assert result.diagnosis is not None and result.diagnosis.cause == "overflow"
 
 
@@ -237,7 +236,7 @@ def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str],
     )
     with pytest.raises(TrainingDiverged, match=told):
         step(trainer)
-    return said, counts, scales
+    return [text.splitlines()[0] for text in said], counts, scales
 
 
 def test_a_loss_that_is_not_finite_leaves_the_loss_scale_alone(tmp_path: Path) -> None:

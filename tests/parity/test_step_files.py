@@ -20,7 +20,7 @@ optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes opt
 parallel/canonical parallel/products parallel/sequence parallel/tensor
 pipeline/backward pipeline/runtime pipeline/stage
 train/callbacks train/gpt_task train/metrics train/step train/stopping train/task train/trainer
-observe/history observe/sinks
+observe/events observe/narrator
 parallel/heartbeat watch/for_training watch/ledger watch/stragglers
 zero/bucket zero/data_parallel
 """

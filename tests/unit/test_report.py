@@ -13,11 +13,16 @@ import pytest
 
 from megacore import files
 from megacore.errors import StorageError, UserError
-from megacore.observe.sinks import Report
+from megacore.observe.sinks import MetricsFile, finish
+from megacore.train.callbacks import Event
 
 
-def report(directory: Path, first_step: int, *, may_drop: bool = False) -> Report:
-    return Report(directory, train_iters=10, first_step=first_step, quiet=False, may_drop=may_drop)
+def metrics(directory: Path, first_step: int, *, may_drop: bool = False) -> MetricsFile:
+    return MetricsFile(directory, first_step=first_step, say=print, may_drop=may_drop)
+
+
+def record(values: dict[str, Any]) -> Event:
+    return Event(values["step"], "log", values)
 
 
 def steps(path: Path) -> list[int]:
@@ -26,10 +31,10 @@ def steps(path: Path) -> list[int]:
 
 def write(directory: Path, first_step: int, *records: dict[str, Any]) -> None:
     """What a run writes."""
-    one = report(directory, first_step)
-    for record in records:
-        one.record(record)
-    one.close()
+    one = metrics(directory, first_step)
+    for values in records:
+        one.take(record(values))
+    finish([one])
 
 
 def test_a_resumed_run_does_not_double_steps(tmp_path: Path) -> None:
@@ -43,7 +48,7 @@ def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path: Path, line:
     content = ('{"step": 1}\n' + line + '\n{"step": 2}\n').encode("latin-1")
     (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a record of a run"):
-        report(tmp_path, 2)
+        metrics(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
@@ -78,11 +83,11 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_record_that_cannot_be_written_leaves_no_half_of_a_line(
     tmp_path: Path, room: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = report(tmp_path, 0, may_drop=True)
+    one = metrics(tmp_path, 0, may_drop=True)
     for step, left in enumerate((1000, 5, 0, 1000), start=1):
         room[0] = left
-        one.record({"step": step})
-    one.close()
+        one.take(record({"step": step}))
+    finish([one])
     assert steps(tmp_path / "metrics.jsonl") == [1, 4]
     path = tmp_path / "metrics.jsonl"
     first, last = capsys.readouterr().out.splitlines()
@@ -91,9 +96,9 @@ def test_a_record_that_cannot_be_written_leaves_no_half_of_a_line(
 
 
 def test_a_run_that_is_to_stop_does_and_keeps_whole_lines(tmp_path: Path, room: list[int]) -> None:
-    one = report(tmp_path, 0)
-    one.record({"step": 1})
+    one = metrics(tmp_path, 0)
+    one.take(record({"step": 1}))
     room[0] = 5
     with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left on device"):
-        one.record({"step": 2})
+        one.take(record({"step": 2}))
     assert steps(tmp_path / "metrics.jsonl") == [1]

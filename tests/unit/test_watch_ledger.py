@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megacore.files import take_lock
-from megacore.observe.trackers.callback import END_SECONDS
+from megacore.observe.sinks import END_SECONDS
 from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
 from megacore.watch import start
 from megacore.watch.blame import Seen, Verdict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -20,11 +19,11 @@ from megacore.config.schema import sections_of
 from megacore.config.spelling import flag
 from megacore.errors import UserError
 from megacore.files import take_lock
+from megacore.observe.records import json_lines
 from megacore.observe.report.series import LARGEST
 
 Record = Mapping[str, Any]
 _LARGEST_BYTES = {".jsonl": 1 << 30, ".toml": 1 << 24, ".json": 1 << 28}
-_LONGEST_LINE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +154,11 @@ def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     try:
         require_readable(path)
         with path.open("rb") as file:
-            while line := file.readline(_LONGEST_LINE):
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                else:
+            for _, record in json_lines(file):
+                if record is None:
                     damaged += 1
+                else:
+                    yield record
     except FileNotFoundError:
         problems.append(f"{path.name} is not there")
     except OSError as error:

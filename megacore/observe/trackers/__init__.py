@@ -2,6 +2,6 @@
 
 docs/reference/metrics.md lists the metrics.
 
-A tracker is one file here and one line of `chosen_trackers` (callback.py). Training never waits for one: each writes in
-a separate thread, from a bounded queue (background.py).
+A tracker is one file here and one line of `background_sinks` (background.py). Training never waits for one: each writes
+in a separate thread, from a bounded queue.
 """

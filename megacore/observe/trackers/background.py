@@ -10,12 +10,17 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from megacore.config.messages import counted
+from megacore.observe.sinks import Sink
+from megacore.observe.trackers.csv_file import CsvFile
+from megacore.observe.trackers.tensorboard import TensorBoard
 from megacore.observe.trackers.tracker import RunInfo, Tracker
+from megacore.observe.trackers.wandb_run import WandbRun
+from megacore.train.callbacks import Event
 
 MOST_WAITING = 1000
 """Records that may wait for a slow tracker."""
@@ -26,7 +31,20 @@ def warn(text: str) -> None:
     print(f"megacore: warning: {text}", file=sys.stderr, flush=True)
 
 
-class Background:
+def background_sinks(run: RunInfo) -> list[Sink]:
+    """The trackers that the configuration chooses, each in its thread."""
+    logging = run.config.logging
+    trackers: list[Tracker] = []
+    if logging.csv:
+        trackers.append(CsvFile())
+    if logging.tensorboard_dir is not None:
+        trackers.append(TensorBoard(Path(logging.tensorboard_dir)))
+    if logging.wandb_project is not None:
+        trackers.append(WandbRun(logging))
+    return [Background(tracker, run) for tracker in trackers]
+
+
+class Background(Sink):
     """A tracker with its thread.
 
     Args:
@@ -35,6 +53,8 @@ class Background:
         say: prints a warning.
     """
 
+    kinds = frozenset({"log", "evaluate"})
+
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
         self._tracker, self._run, self._say = tracker, run, say
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -42,33 +62,30 @@ class Background:
         self._started = self._failed = self._is_open = False
         self._lost = 0
 
-    def start(self) -> None:
-        """Start the thread, unless it runs."""
+    def begin(self) -> None:
+        """Start the thread, unless it runs: not before the first step, in which the workers that load data are
+        forked."""
         if not self._started:
             self._started = True
             self._thread.start()
 
-    def put(self, record: Mapping[str, Any]) -> None:
+    def take(self, event: Event) -> None:
         """Pass a record on, or leave it out if too many wait; returns at once."""
+        self.begin()
         if self._waiting.qsize() >= MOST_WAITING:
             if not self._lost:
                 self._say(f"{self._tracker.flag} is too slow: records are left out (all are in metrics.jsonl)")
             self._lost += 1
         else:
-            self._waiting.put(partial(self._tracker.write, record))
+            self._waiting.put(partial(self._tracker.write, event.values))
 
     def rewind(self, step: int) -> None:
         """Let the tracker drop the records after a step; returns at once."""
         if self._started:
             self._waiting.put(partial(self._tracker.rewind, step))
 
-    def finish(self, *, failed: bool, until: float) -> None:
-        """Let the tracker write what waits, and close it.
-
-        Args:
-            failed: whether the run ended with an error.
-            until: time on the monotonic clock to wait for at most.
-        """
+    def close(self, *, failed: bool, until: float) -> None:
+        """Let the tracker write what waits, and close it."""
         if not self._started:
             return
         self._failed = failed

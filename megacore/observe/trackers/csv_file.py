@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.files import GrowingFile, read_bounded, replace_bytes
-from megacore.observe.sinks import MOST_BYTES
+from megacore.files import GrowingFile, open_regular, replace_bytes
+from megacore.observe.records import json_lines
 from megacore.observe.trackers.tracker import RunInfo, finite
 
 NAME = "metrics.csv"
@@ -66,5 +65,7 @@ class CsvFile:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl, which the run has checked; it may be writing the last line just now."""
-    lines = read_bounded(path, MOST_BYTES).splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    if not path.exists():
+        return []
+    with open_regular(path) as file:
+        return [record for line, record in json_lines(file) if record is not None and line.endswith(b"\n")]
