@@ -3,35 +3,30 @@ entry of a list."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megacore.config import ResolvedConfig
-from megacore.data import KnowsPacking, SampleDataset
-from megacore.models.flops import CONVENTION
+from megacore.data import SampleDataset
 from megacore.observe import diagnosis
 from megacore.observe.events import EngineEvents, Events, MemoryOfRanks
 from megacore.observe.gradient_noise import GradientNoise
 from megacore.observe.narrator import Bar, Narrator
-from megacore.observe.profiling import Profiling, StepProfiler
-from megacore.observe.provenance import first_line, provenance_of
+from megacore.observe.profiling import DIRECTORY, Profiling
+from megacore.observe.provenance import provenance_of
 from megacore.observe.replay import Replay
-from megacore.observe.replicas import ReplicaCheck, ReplicaChecks
+from megacore.observe.replicas import ReplicaChecks
 from megacore.observe.sinks import Console, EventsFile, MetricsFile, Sink
-from megacore.observe.summary import attention_warning, launch_summary, summary_line
+from megacore.observe.summary import announcement
 from megacore.observe.tracing import Tracer
 from megacore.observe.trackers.background import background_sinks, warn
 from megacore.observe.trackers.tracker import RunInfo
 from megacore.optim.nonfinite import NonFinite
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.partition import stage_ranges
 from megacore.train.callbacks import Callback, Event
 from megacore.train.engine import PipelineEngine
-from megacore.train.metrics import mebibytes
 from megacore.train.observers import Observers, say
 from megacore.train.parallelize import ParallelModel
 from megacore.train.step import BatchWeight, Diagnosis, TrainStep
@@ -42,32 +37,9 @@ from megacore.train.watchdog import watchdog
 
 class _Observers(Observers):
     def announce(self, trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
-        config, mesh, layers, metrics = trainer.config, trainer.mesh, trainer.task.layers, trainer.metrics
-        if not mesh.world.is_first:
-            return
-        provenance = provenance_of(mesh)
-        summary = launch_summary(
-            config,
-            mesh,
-            layers,
-            stage_ranges(layers, config),
-            samples=(len(train_data), 0 if valid_data is None else len(valid_data)),
-            packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
-            idle_share=metrics.predicted_bubble,
-        )
-        lines = [
-            first_line(provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
-            summary_line("command", provenance.command),
-            summary,
-            summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{metrics.about_mfu()}"),
-        ]
-        if metrics.predicted_memory:
-            formula = "MiB of state on the fullest rank, by formula"
-            lines.append(summary_line("memory", f"{formula}: {mebibytes(metrics.predicted_memory)}"))
-        is_transformer = any(layer.block is not None for layer in layers)
-        if is_transformer and (slower := attention_warning(config, mesh.device)) is not None:
-            lines.append(summary_line("warning", slower))
-        say("\n".join(lines), may_fail=config.checkpoint.on_save_error == "warn")
+        if trainer.mesh.world.is_first:
+            may_fail = trainer.config.checkpoint.on_save_error == "warn"
+            say(announcement(trainer, train_data, valid_data), may_fail=may_fail)
 
     def of_trainer(self, trainer: Trainer) -> list[Callback]:
         config, mesh, train_iters = trainer.config, trainer.mesh, trainer.config.training.train_iters
@@ -109,7 +81,7 @@ class _Observers(Observers):
 def _replica_checks(run: Trainer | PipelineEngine, *, loaded: str | None = None) -> Iterator[Callback]:
     interval, optimizer = run.config.watch.check_replicas_interval, run.update.optimizer
     if interval and run.mesh.world.size > 1:
-        yield ReplicaChecks(ReplicaCheck(run.model, optimizer, run.mesh, interval=interval, loaded=loaded))
+        yield ReplicaChecks(run.model, optimizer, run.mesh, interval=interval, loaded=loaded)
 
 
 def _sinks(trainer: Trainer) -> list[Sink]:
@@ -118,7 +90,7 @@ def _sinks(trainer: Trainer) -> list[Sink]:
     events = EventsFile(output_dir, first_step=first_step, warn=warn)
     metrics = MetricsFile(output_dir, first_step=first_step, say=trainer.say, may_drop=may_drop)
     launch = {"degrees": dict(trainer.mesh.degrees), "load": config.checkpoint.load}
-    events.take(Event(first_step, "launch", dataclasses.asdict(provenance_of(trainer.mesh)) | launch))
+    events.take(Event(first_step, "launch", provenance_of(trainer.mesh) | launch))
     run = RunInfo(output_dir=output_dir, first_step=first_step, config=config)
     return [Console(may_fail=may_drop), metrics, events, *background_sinks(run)]
 
@@ -132,9 +104,10 @@ def _tracers(trainer: Trainer) -> Iterator[Callback]:
 
 
 def _profilers(run: Trainer | PipelineEngine) -> Iterator[Callback]:
-    steps, output_dir = run.config.logging.profiled_steps(), Path(run.config.training.output_dir)
+    steps = run.config.logging.profiled_steps()
     if steps and steps[-1] > run.step:
-        yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=run.mesh.world.rank, device=run.mesh.device))
+        path = Path(run.config.training.output_dir, DIRECTORY, f"rank_{run.mesh.world.rank}.json.gz")
+        yield Profiling(steps, path=path, device=run.mesh.device)
 
 
 OBSERVERS = _Observers()

@@ -10,10 +10,9 @@ from typing import Any
 
 from megacore.checkpoint import Saved
 from megacore.observe.diagnosis import IMPLAUSIBLE_LOSS
-from megacore.observe.summary import summary_line
+from megacore.observe.lines import evaluation_line, log_line, state_memory_line, summary_line
 from megacore.progress import Progress
 from megacore.train.callbacks import Callback, Run
-from megacore.train.metrics import evaluation_line, log_line, state_memory_line
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 

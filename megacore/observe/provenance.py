@@ -10,8 +10,8 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,59 +26,28 @@ _GIT_SECONDS = 5.0
 _PACKAGES = ("safetensors", "tokenizers", "transformers", "triton", "wandb")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
-    """What is on record about a start of a run.
+def provenance_of(mesh: Mesh) -> dict[str, Any]:
+    """What is on record about this start of a run; of its first rank's machine the host, platform, cores that the rank
+    may use, bytes of memory (or what control groups allow; None where nothing tells) and number of ranks.
 
-    Attributes:
-        version: of megacore.
-        git: commit of its code, with " (modified)" where files differ from it; None outside a git checkout.
-        command: the command line.
-        host: name of the first rank's machine.
-        platform: operating system, and processors of that machine.
-        cores: of that machine, which its first rank may use.
-        memory_bytes: of that machine, or what its control groups allow; None where nothing tells.
-        local_ranks: ranks on that machine.
-        device: what each rank computes on.
-        packages: versions by name.
+    `git` is the commit of megacore's code, with " (modified)" where files differ from it; None outside a git checkout.
     """
-
-    version: str
-    git: str | None
-    command: str
-    host: str
-    platform: str
-    cores: int
-    memory_bytes: int | None
-    local_ranks: int
-    device: str
-    packages: dict[str, str]
-
-
-def provenance_of(mesh: Mesh) -> Provenance:
-    """The provenance of this process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     allowed = host_capacity()
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Provenance(
-        version=megacore.__version__,
-        git=_git_state(Path(megacore.__file__).resolve().parent),
-        command=shlex.join([Path(sys.executable).name, *sys.argv]),
-        host=socket.gethostname(),
-        platform=f"{platform.platform()}, {os.cpu_count()} processors, {memory:,.0f} GiB",
-        cores=available_cores(),
-        memory_bytes=None if allowed is None else int(allowed),
-        local_ranks=int(local) if local.isdecimal() else mesh.world.size,
-        device=device_name(mesh.device),
-        packages={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        | _installed(),
-    )
-
-
-def first_line(run: Provenance, time: str) -> str:
-    """The first line of a log: `megacore 0.1.0, git 343d829c1f2a (modified), on node7, 2026-11-22 05:44:35 UTC`."""
-    code = "not in a git checkout" if run.git is None else f"git {run.git}"
-    return f"megacore {run.version}, {code}, on {run.host}, {time}"
+    packages = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return {
+        "version": megacore.__version__,
+        "git": _git_state(Path(megacore.__file__).resolve().parent),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "host": socket.gethostname(),
+        "platform": f"{platform.platform()}, {os.cpu_count()} processors, {memory:,.0f} GiB",
+        "cores": available_cores(),
+        "memory_bytes": None if allowed is None else int(allowed),
+        "local_ranks": int(local) if local.isdecimal() else mesh.world.size,
+        "device": device_name(mesh.device),
+        "packages": packages | _installed(),
+    }
 
 
 @functools.cache

@@ -81,51 +81,51 @@ class SharedTensor:
     sharers: tuple[Sharers, ...]
 
 
-class ReplicaCheck:
-    """Checks every `interval` steps, and before each save, that replicas are equal; all ranks call a method together.
+class ReplicaChecks(Callback):
+    """Compares replicas every `interval` steps, and before each save; all ranks call a method together.
 
     Args:
         model: this rank's part of the model.
         optimizer: with its state.
-        mesh: this rank's groups.
-        interval: steps between checks; 0: no checks.
+        mesh: this rank's groups, of several ranks.
+        interval: steps between checks.
         loaded: the checkpoint that the run continues from.
-
-    Attributes:
-        checked_step: the last step after which replicas were found equal; None: there was no check.
     """
 
     def __init__(
         self, model: ParallelModel, optimizer: Optimizer[Any], mesh: Mesh, *, interval: int, loaded: str | None = None
     ) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        self._interval = interval if mesh.world.size > 1 else 0
-        self._last_saved = loaded
-        self.checked_step: int | None = None
+        self._interval, self._last_saved = interval, loaded
+        self._checked_step: int | None = None  # the last one after which replicas were found equal
         self._sharers: list[tuple[Sharers, ...]] | None = None  # of every rank
         self._mix: tuple[list[TensorKey], Tensor] | None = None  # see `_mixed`
 
-    def after_step(self, step: int) -> None:
-        """Check if the step, which is done, is a multiple of the interval.
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Check if the step is due.
 
         Raises:
             SilentCorruption: replicas differ; on every rank, with the same text.
         """
-        if self._interval and step % self._interval == 0:
-            self.check(step)
+        if result.step % self._interval == 0:
+            self.check(result.step)
 
-    def before_save(self, step: int) -> None:
-        """Check, also where this step has been checked: what is saved is what counts.
+    def before_save(self, run: Run) -> None:
+        """Check, also where this step has been checked: what is saved is what counts."""
+        self.check(run.step)
 
-        Raises:
-            SilentCorruption: replicas differ; on every rank, with the same text.
-        """
-        if self._interval:
-            self.check(step)
+    def on_save(self, run: Run, saved: Saved) -> None:
+        """Where the run could go back to."""
+        self._last_saved = str(saved.path)
 
-    def saved(self, checkpoint: object) -> None:
-        """A checkpoint is published, or loaded."""
-        self._last_saved = str(checkpoint)
+    def on_event(self, run: Run, event: Event) -> None:
+        """An engine has loaded a checkpoint, to which it could go back."""
+        if event.kind == "load":
+            self._last_saved = str(event.values["path"])
+
+    def figures(self, run: Run) -> Mapping[str, float]:
+        """The last step after which all replicas were equal."""
+        return {} if self._checked_step is None else {"watch/replicas_checked_step": self._checked_step}
 
     @section(Phase.CHECK)
     @torch.no_grad()
@@ -147,7 +147,7 @@ class ReplicaCheck:
             hashes = self._hashes(shared)
             if not self._agree(self._mixed(shared, hashes)):
                 raise SilentCorruption(self._differences(step, shared, hashes))
-        self.checked_step = step
+        self._checked_step = step
 
     # ---- what is compared
 
@@ -311,36 +311,3 @@ def _parameters(tensors: Sequence[TensorKey]) -> str:
     named = [f"{name} ({', '.join(of_name)})" for name, of_name in list(kinds.items())[:_MOST]]
     more = f" and {counted(len(kinds) - _MOST, 'more parameter')}" if len(kinds) > _MOST else ""
     return ", ".join(named) + more
-
-
-class ReplicaChecks(Callback):
-    """Compares replicas every `--check-replicas-interval` steps and before each save.
-
-    Args:
-        check: of this rank's tensors.
-    """
-
-    def __init__(self, check: ReplicaCheck) -> None:
-        self._check = check
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Check if the step is due."""
-        self._check.after_step(result.step)
-
-    def before_save(self, run: Run) -> None:
-        """Nothing is saved that has not been checked."""
-        self._check.before_save(run.step)
-
-    def on_save(self, run: Run, saved: Saved) -> None:
-        """Where the run could go back to."""
-        self._check.saved(saved.path)
-
-    def on_event(self, run: Run, event: Event) -> None:
-        """An engine has loaded a checkpoint."""
-        if event.kind == "load":
-            self._check.saved(event.values["path"])
-
-    def figures(self, run: Run) -> Mapping[str, float]:
-        """The last step after which all replicas were equal."""
-        checked = self._check.checked_step
-        return {} if checked is None else {"watch/replicas_checked_step": checked}

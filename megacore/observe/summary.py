@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
+import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,38 +15,33 @@ from megacore.config.logits import loss_chunks
 from megacore.config.messages import counted
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
-from megacore.data import Packing
-from megacore.models.flops import blocks_of
+from megacore.data import KnowsPacking, Packing, SampleDataset
+from megacore.models.flops import CONVENTION, blocks_of
 from megacore.models.size import active_parameters, block_parameters
 from megacore.models.spec import LayerSpec
-from megacore.parallel.mesh import Mesh
-from megacore.train.metrics import LINE_WIDTH
+from megacore.observe.lines import mebibytes, summary_line
+from megacore.observe.provenance import provenance_of
+from megacore.pipeline.partition import stage_ranges
 from megacore.train.task import DTYPES
+
+if TYPE_CHECKING:
+    from megacore.train.trainer import Trainer
 
 _SPLIT = "split over the tp ranks between their layers (--no-sequence-parallel: whole on every rank)"
 
 
-def launch_summary(
-    config: ResolvedConfig,
-    mesh: Mesh,
-    layers: list[LayerSpec],
-    stages: list[range],
-    *,
-    samples: tuple[int, int],
-    packing: Packing | None = None,
-    idle_share: float,
-) -> str:
-    """Topology, model, batch, bubble, data, and which implementation every operator runs.
+def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> str:
+    """Version, topology, model, batch, bubble, data, which implementation every operator runs, and predicted memory.
 
     Args:
-        config: resolved.
-        mesh: this rank's groups.
-        layers: the whole model.
-        stages: which layers each pipeline stage holds.
-        samples: training and validation samples of the run.
-        packing: what an epoch of training samples holds, where these are padded.
-        idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
+        trainer: has its configuration, mesh, task and metrics, and no model yet.
+        train_data: training samples.
+        valid_data: validation samples.
     """
+    config, mesh, layers, metrics = trainer.config, trainer.mesh, trainer.task.layers, trainer.metrics
+    run, stages = provenance_of(mesh), stage_ranges(layers, config)
+    samples = (len(train_data), 0 if valid_data is None else len(valid_data))
+    packing = train_data.packing if isinstance(train_data, KnowsPacking) else None
     training, parallel, model = config.training, config.parallel, config.model
     batch, vocabulary = training.global_batch_size, model.vocab_size
     total, held = _parameters(model, layers, stages)
@@ -55,11 +51,18 @@ def launch_summary(
     ]
     virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
-    bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the ranks' time"
+    bubble = (
+        f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {metrics.predicted_bubble:.1%} of the ranks' time"
+    )
     one_by_one = "" if parallel.is_one_by_one else f"{parallel.schedule_csv or parallel.schedule_name}; "
     balanced = ["balanced by parameters: by time they do not fit"] if isinstance(parallel, StagesThatFit) else []
     fp8 = "" if config.precision.fp8 == "none" else f", linear layers of blocks in fp8 {config.precision.fp8}"
+    code = "not in a git checkout" if run["git"] is None else f"git {run['git']}"
+    memory = f"MiB of state on the fullest rank, by formula: {mebibytes(metrics.predicted_memory)}"
+    is_transformer = any(layer.block is not None for layer in layers)
+    slower = attention_warning(config, mesh.device) if is_transformer else None
     lines = [
+        ("command", run["command"]),
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
             "device",
@@ -105,20 +108,12 @@ def launch_summary(
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
+        ("figures", f"TFLOP/s and MFU count {CONVENTION}{metrics.about_mfu()}"),
+        *([("memory", memory)] if metrics.predicted_memory else []),
+        *([("warning", slower)] if slower is not None else []),
     ]
-    return "\n".join(summary_line(label, text) for label, text in lines)
-
-
-def summary_line(label: str, text: str) -> str:
-    """A line of the summary. A text wider than a line of the log is wrapped, with its further lines indented."""
-    return textwrap.fill(
-        text,
-        LINE_WIDTH,
-        initial_indent=f"  {label:<10}",
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    first = f"megacore {run['version']}, {code}, on {run['host']}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+    return "\n".join([first, *(summary_line(label, text) for label, text in lines)])
 
 
 def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
