@@ -33,6 +33,7 @@ from megacore.parallel.mesh import Mesh
 
 # What programs and tests import, as far as it is installed: a GPU's machine may lack transformers.
 IMPORTED = [
+    "megacore.observe.for_training",
     *(f"megacore.train.{name}" for name in ("bert_task", "engine", "gpt_task", "launch", "trainer")),
     *("pretrain_bert", "pretrain_gpt", "pytest", "tests.parity.bert_runs", "transformers.modeling_utils"),
 ]

@@ -1,8 +1,9 @@
-"""Reads files of JSON lines, such as metrics.jsonl and events.jsonl: a run may be writing the last line just now."""
+"""Lines of JSON, as metrics.jsonl and events.jsonl have them: a run may be writing the last one just now."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -17,3 +18,8 @@ def json_lines(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         except (ValueError, RecursionError):
             record = None
         yield line, record if isinstance(record, dict) else None
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a number that is not finite: JSON has none of these."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 from megacore.checkpoint import WriterLock, lock_again
 from megacore.errors import StorageError, UserError
 from megacore.files import GrowingFile, open_regular, replace_bytes, replacing
-from megacore.observe.records import json_lines
+from megacore.observe.records import finite, json_lines
 from megacore.progress import Bars
 from megacore.train.callbacks import Event
 from megacore.train.observers import say
@@ -111,9 +110,7 @@ class MetricsFile(Sink):
         Raises:
             StorageError: it cannot be written, and is not to be dropped.
         """
-        values = event.values.items()
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values}
-        line = json.dumps(finite, allow_nan=False) + "\n"
+        line = json.dumps({key: finite(value) for key, value in event.values.items()}, allow_nan=False) + "\n"
         if not self._written(partial(self._file.append, line.encode())):
             self._dropped += 1
 

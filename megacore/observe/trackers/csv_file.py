@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.files import GrowingFile, open_regular, replace_bytes
-from megacore.observe.records import json_lines
-from megacore.observe.trackers.tracker import RunInfo, finite
+from megacore.observe.records import finite, json_lines
+from megacore.observe.trackers.tracker import RunInfo
 
 NAME = "metrics.csv"
 

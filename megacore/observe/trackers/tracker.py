@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +52,3 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in record.items():
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             yield key, float(value)
-
-
-def finite(value: Any) -> Any:
-    """The value, or None for a number that is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
