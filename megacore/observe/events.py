@@ -1,6 +1,7 @@
 """The one stream of what happens to a run: every moment becomes an `Event`, which all sinks take in order.
 
-Guards, the watchdog and whatever else observes a run write to it with `run.emit` and `run.say`. The kinds of events:
+Guards, the watchdog and whatever else observes a run write to it with `run.emit` and `run.say`, also events of kinds of
+their own. The kinds of the trainer:
 
     log       the figures of a step              evaluate  those of an evaluation
     launch    version, git, command, host, platform, device, packages, degrees of the mesh, the checkpoint it loads
@@ -43,9 +44,9 @@ class Events(Callback):
         self.sinks, self._begun = list(sinks), False
 
     def on_event(self, run: Run, event: Event) -> None:
-        """Pass the event on to the sinks of its kind."""
+        """Pass the event on to the sinks that take its kind."""
         for sink in self.sinks:
-            if event.kind in sink.kinds:
+            if sink.takes(event.kind):
                 sink.take(event)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from megacore.checkpoint import WriterLock, lock_again
 from megacore.errors import StorageError, UserError
@@ -18,17 +18,17 @@ from megacore.progress import Bars
 from megacore.train.callbacks import Event
 from megacore.train.observers import say
 
+FIGURES = ("log", "evaluate")
+"""The kinds of events that are records of metrics.jsonl."""
 END_SECONDS, _END_SECONDS_AFTER_ERROR = 60.0, 5.0
 
 
 class Sink:
-    """Takes events of a rank.
+    """Takes events of a rank."""
 
-    Attributes:
-        kinds: of the events that it takes.
-    """
-
-    kinds: ClassVar[frozenset[str]]
+    def takes(self, kind: str) -> bool:
+        """Whether it takes events of this kind: figures, for most sinks."""
+        return kind in FIGURES
 
     def begin(self) -> None:
         """The first step is done."""
@@ -62,10 +62,12 @@ class Console(Sink):
         may_fail: text that cannot be written is left out; otherwise this ends the run.
     """
 
-    kinds = frozenset({"message"})
-
     def __init__(self, *, may_fail: bool) -> None:
         self._may_fail = may_fail
+
+    def takes(self, kind: str) -> bool:
+        """Messages."""
+        return kind == "message"
 
     def take(self, event: Event) -> None:
         """Print a message."""
@@ -89,8 +91,6 @@ class MetricsFile(Sink):
         say: tells the user of trouble.
         may_drop: a record that cannot be written is left out, and training continues; otherwise this ends the run.
     """
-
-    kinds = frozenset({"log", "evaluate"})
 
     def __init__(self, output_dir: Path, *, first_step: int, say: Callable[[str], None], may_drop: bool) -> None:
         self._lock: WriterLock | None = None  # of the directory that was made again
@@ -173,13 +173,15 @@ class EventsFile(Sink):
         warn: prints a warning.
     """
 
-    kinds = frozenset({"launch", "memory", "skip", "spike", "rollback", "save", "end", "error"})
-
     def __init__(self, output_dir: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
         self._path, self._warn, self._warned = output_dir / "events.jsonl", warn, False
         self._file: GrowingFile | None = None
         if first_step == 0:
             set_aside(self._path)
+
+    def takes(self, kind: str) -> bool:
+        """All that happens, but for figures and messages."""
+        return kind != "message" and kind not in FIGURES
 
     def take(self, event: Event) -> None:
         """Append a line."""

@@ -70,7 +70,8 @@ class Run(Protocol):
         """Steps taken."""
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Let every callback of this rank know of an `Event` of this step; what rank 0 emits is recorded."""
+        """Let every callback of this rank know of an `Event` of this step; what rank 0 emits
+        is a line of events.jsonl."""
 
     def say(self, text: str) -> None:
         """Tell the user something: emit a message."""

@@ -238,6 +238,19 @@ def test_a_directory_that_is_lost_during_a_run_is_made_again(
     ]
 
 
+def test_what_a_callback_tells_is_printed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Tells(Callback):
+        def on_step_end(self, run: Run, result: StepResult) -> None:
+            if result.step == 3:
+                run.say("half way")
+                run.emit("hot", celsius=91)
+
+    train(tmp_path, Tells())
+    assert "\nhalf way\n" in capsys.readouterr().out
+    (event,) = [e for line in (tmp_path / "events.jsonl").open() if (e := json.loads(line))["event"] == "hot"]
+    assert event == {"event": "hot", "time": event["time"], "step": 3, "celsius": 91}
+
+
 # ---- TensorBoard
 
 

@@ -53,8 +53,6 @@ class Background(Sink):
         say: prints a warning.
     """
 
-    kinds = frozenset({"log", "evaluate"})
-
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
         self._tracker, self._run, self._say = tracker, run, say
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
