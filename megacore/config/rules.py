@@ -91,12 +91,13 @@ class Settings:
         """A field with its value, as on a command line."""
         return flag_and_value(name, getattr(self, name))
 
-    def example(self, name: str) -> str:
-        """A field as it may be given."""
+    def enabled(self, name: str) -> Change:
+        """The way out that gives a field a value; it is tried where the field has an example."""
         info = self._info(name)
-        if info.kind is str:
-            return with_value(info.flag, info.metavar)
-        return str(info.flag) if info.example is None else flag_and_value(name, info.example)
+        example = True if info.default is False else info.example
+        if example is not None:
+            return use(name, example)
+        return Change(f"use {with_value(info.flag, info.metavar) if info.kind is str else info.flag}")
 
     def without(self, name: str, text: str = "leave it out") -> Change:
         """The way out that leaves a field at its default."""
@@ -196,7 +197,7 @@ class Needs:
 
     def _way(self, c: Settings, name: str) -> Way:
         if name == self.owner:
-            return use(name, True) if c.default(name) is False else Change(f"use {c.example(name)}")
+            return c.enabled(name)
         wanted, near = self.values[name], getattr(c, name)
         if isinstance(wanted, range):
             return Values(name=name, among=wanted, near=near, bound="or more")
