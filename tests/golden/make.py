@@ -119,6 +119,8 @@ def tools() -> Work:
 def _steps(row: dict[str, Any], name: str, worker: Worker) -> Outcome:
     with folder() as directory:
         outcome: Outcome = {}
+        for file, text in row.get("given", {}).items():
+            (directory / file).write_text(text)
         for number, command in enumerate(row["run"]):
             script, *words = shlex.split(command.replace("{name}", name).replace("{dir}", str(directory)))
             ended = worker.run(script, words, directory)
