@@ -174,7 +174,9 @@ class TrainingState:
 
 def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
     """The spec of a parameter's state: its global tensor, and this rank's slice."""
-    return spec if kind.per == "element" else ShardSpec(name=spec.name, shape=kind.shape(spec.shape))
+    if kind.per == "element":
+        return spec
+    return ShardSpec(name=spec.name, shape=kind.shape(spec.shape), is_tied_copy=spec.is_tied_copy)
 
 
 def _leading(tensor: Tensor, shape: tuple[int, ...], kind: StateKind) -> Tensor:

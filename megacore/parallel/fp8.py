@@ -1,8 +1,8 @@
 """Linear layers of --fp8: another `Products` object, which `parallelize()` gives to the plain layers of a block.
 
 The output and the gradient of the input are products of fp8 numbers (ops/fp8.py); the gradient of the weight is a
-product of 16-bit numbers, added in fp32, as without --fp8. Nothing is kept from one call to the next: weights are
-quantised in each, so that none is ever of an earlier step.
+product of 16-bit numbers, added in fp32, as without --fp8. A weight is quantised once a step, not in each microbatch:
+what is kept of it between them ends with the step, so that none is ever of an earlier one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.errors import ConfigError
-from megacore.ops.fp8 import RECIPES, Recipe, product, quantise
+from megacore.ops.fp8 import RECIPES, Quantised, Recipe, product, quantise
 from megacore.parallel.products import TORCH, Products, TorchProducts
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -30,7 +30,10 @@ class Fp8Products(TorchProducts):
         recipe: how operands are quantised.
 
     Attributes:
+        weights: of the layers.
         in_sixteen_bits: whether the layers left fp8.
+        kept: what has been quantised of the weights, which do not change before it is dropped, by their place in
+            memory; None: nothing is kept.
         measures: whether errors are added to `squares`.
         squares: of the error and of the 16-bit product, fp64 [output and input gradient, 3], and how many operands of
             these samples are not finite; None: nothing was measured yet.
@@ -38,7 +41,9 @@ class Fp8Products(TorchProducts):
 
     def __init__(self, name: str, recipe: Recipe) -> None:
         self.name, self.recipe = name, recipe
+        self.weights: list[Tensor] = []
         self.in_sixteen_bits, self.measures = False, False
+        self.kept: dict[tuple[Any, ...], Quantised] | None = None
         self.squares: Tensor | None = None
 
     linear = Products.linear
@@ -61,11 +66,21 @@ class Fp8Products(TorchProducts):
         """x W^T: [..., k] and [o, k] -> [..., o]"""
         recipe, rows = self.recipe, x.flatten(0, -2)
         form = torch.float8_e4m3fn if kind == OUTPUT else recipe.gradients
-        operands = quantise(rows, form, recipe.rows), quantise(weight, torch.float8_e4m3fn, recipe.weights)
-        y = product(*operands, recipe, x.dtype)
+        y = product(quantise(rows, form, recipe.rows), self._quantised(weight), recipe, x.dtype)
         if self.measures:
             self._measure(kind, y, rows, weight)
         return y.view(*x.shape[:-1], -1)
+
+    def _quantised(self, weight: Tensor) -> Quantised:
+        memory = weight.untyped_storage()._cdata
+        # A copy may lie where another one lay: only the memory of the parameters themselves stays theirs.
+        is_copy = all(memory != own.untyped_storage()._cdata for own in self.weights)
+        if self.kept is None or is_copy:
+            return quantise(weight, torch.float8_e4m3fn, self.recipe.weights)
+        place = memory, weight.storage_offset(), weight.shape, weight.stride()
+        if place not in self.kept:
+            self.kept[place] = quantise(weight, torch.float8_e4m3fn, self.recipe.weights)
+        return self.kept[place]
 
     @torch.no_grad()
     def _measure(self, kind: int, y: Tensor, rows: Tensor, weight: Tensor) -> None:
@@ -97,13 +112,14 @@ def exchange(layer: nn.Module, name: str, recipe: str) -> None:
         rows = [[each] for each, child in children.items() if isinstance(child, RowParallelLinear)]
         # Layers that share an input are computed by the products of one of them, on a device as one product.
         for together in (columns, *rows):
-            full_name = ".".join(filter(None, (name, path, "+".join(together))))
-            products = Fp8Products(full_name, RECIPES[recipe])
+            place = ".".join(filter(None, (name, path)))
+            products = Fp8Products(f"{place}.{'+'.join(together)}", RECIPES[recipe])
             for each in together:
                 module: Any = children[each]
                 module.products = products
+                products.weights.append(module.weight)
                 if any(size % unit for size in module.weight.shape):
-                    unfit.append(f"{full_name} has {' x '.join(map(str, module.weight.shape))}")
+                    unfit.append(f"{place}.{each} has {' x '.join(map(str, module.weight.shape))}")
     if unfit:
         raise ConfigError(
             [
@@ -116,7 +132,5 @@ def exchange(layer: nn.Module, name: str, recipe: str) -> None:
 
 def fp8_products(module: nn.Module) -> list[Fp8Products]:
     """Those of the layers inside a module, each once."""
-    found = {
-        id(one): one for each in module.modules() if isinstance(one := getattr(each, "products", None), Fp8Products)
-    }
-    return list(found.values())
+    found = (getattr(each, "products", None) for each in module.modules())
+    return list(dict.fromkeys(products for products in found if isinstance(products, Fp8Products)))

@@ -115,6 +115,8 @@ class EngineSettings:
             problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
         if training.recompute not in ("none", "full"):
             problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+        if self.precision.fp8 != "none":
+            problems.append(f"fp8 {self.precision.fp8} is of GPT's and BERT's blocks: leave it out")
         if self.spikes.on_spike == "rollback":
             problems.append(
                 "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"

@@ -50,6 +50,8 @@ class Fp8Errors(StepHook):
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._every, self._budget = mesh, config.precision.fp8_check_every, config.precision.fp8_budget
+        # Stage 3 has no memory for whole weights, and a single microbatch reads each quantised weight once.
+        self._keeps_weights = config.parallel.zero_stage < 3 and config.microbatches > 1
         self._layers: dict[str, Fp8Products] = {one.name: one for chunk in chunks for one in fp8_products(chunk)}
         self.errors: dict[str, float] = {}
         self.left: dict[str, list[float]] = {}
@@ -66,10 +68,13 @@ class Fp8Errors(StepHook):
         measures = self._every > 0 and (step - 1) % self._every == 0
         for layer in self._layers.values():
             layer.measures, layer.squares = measures, None
+            layer.kept = {} if self._keeps_weights else None
 
     def after_update(self, steps: TrainStep, outcome: Outcome) -> None:
         """Take the layers whose error is above the budget out of fp8; not where the step is skipped, whose numbers a
         diagnosis may compute again."""
+        for layer in self._layers.values():
+            layer.kept = None
         if self._every == 0 or (steps.step - 1) % self._every:
             return
         squares = torch.zeros(len(self._names), 2, 3, dtype=torch.float64, device=self._mesh.device)
@@ -111,7 +116,7 @@ class Fp8Errors(StepHook):
 
     def _apply(self) -> None:
         for name, layer in self._layers.items():
-            layer.in_sixteen_bits, layer.measures = name in self.left, False
+            layer.in_sixteen_bits, layer.measures, layer.kept = name in self.left, False, None
 
     def _say(self, text: str) -> None:
         if self._mesh.world.is_first:

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacore.config import AdamWConfig, LoggingConfig, ModelConfig, OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.config import (
+    AdamWConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    WatchConfig,
+)
 from megacore.errors import ConfigError, UserError
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
@@ -282,6 +290,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [  # layers, changes, what is s
     (ONE, {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "of type SGD, which holds parameters that "),
     (ONE, {"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "AdamW.* cannot be made .*: use torch.optim.AdamW, Adam"),
     (ONE, PLAIN | {"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
+    (ONE, PLAIN | {"precision": PrecisionConfig(fp8="rowwise")}, "fp8 rowwise is of GPT's and BERT's blocks: leave it"),
     (TWO, {"pp": 4}, "= 4 stages, but the model has 2 layers: use 2 stages or less"),
     (TWO, {"parallel": {"tp": 2}}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
     (TWO, SEQUENCES, 'reduction "mean" with cp 2 needs count'),

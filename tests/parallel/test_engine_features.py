@@ -103,6 +103,26 @@ def test_a_checkpoint_of_two_stages_continues_on_one_process_bitwise(tmp_path: P
         engine_on([Layer("other", nn.Linear, 6, 6)]).load(tmp_path)
 
 
+def tied_engine(stages: int) -> PipelineEngine:
+    """Trains a matrix that two stages use, and that the optimizer takes whole."""
+    layers = [linear("blocks.0"), Layer("act", nn.Tanh), linear("blocks.2").tied("blocks.0")]
+    return engine_of(layers, stages, optimizer=OptimizerConfig(optimizer="adafactor", lr=1e-2, clip_grad=0.0))
+
+
+def save_tied(rank: int, world_size: int, directory: str) -> list[float]:
+    engine = tied_engine(world_size)
+    train(engine, 0, 2)
+    engine.save(directory)
+    return train(engine, 2, 4)
+
+
+def test_the_state_of_a_tied_matrix_is_saved_once(tmp_path: Path) -> None:
+    """Of its rows and columns too."""
+    after, one = run_distributed(save_tied, 2, str(tmp_path))[0], tied_engine(1)
+    one.load(tmp_path)
+    assert train(one, 2, 4) == pytest.approx(after, rel=1e-6)
+
+
 # ---- tensor parallelism
 
 

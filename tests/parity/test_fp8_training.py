@@ -7,15 +7,20 @@ import io
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from megacore.ops.fp8 import RECIPES, Quantised, Tile, quantise
 from megacore.parallel.fp8 import fp8_products
 from megacore.parallel.mesh import build_mesh
 from megacore.train.fp8_errors import Fp8Errors
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tests.matrix.runner import fp8_tiles
 from tests.parity.runs import make_config, make_trainer, trainer_of
 
 LAYERS = [
@@ -65,6 +70,31 @@ def test_a_layer_above_the_budget_leaves_fp8_everywhere(tmp_path: Path) -> None:
     assert second["said"] == "", "the first rank says it"
     (again,) = run_distributed(leave, 1, str(tmp_path / "3"), budget, str(tmp_path / "2"))
     assert again["left"] == first["left"] and again["16 bits"] == above
+
+
+def test_a_weight_is_quantised_once_a_step(tmp_path: Path) -> None:
+    """For each of its two products, except on ZeRO stage 3, which has no memory for it; with the same bits."""
+    changes = {"num_layers": 2, "train_iters": STEPS, "precision": "bf16", "fp8": "blockwise", "clip_grad": 0.0}
+    weights: list[torch.Size] = []
+
+    def counted(x: Tensor, form: torch.dtype, tile: Tile) -> Quantised:
+        weights.extend([x.shape] if tile == RECIPES["blockwise"].weights else [])
+        return quantise(x, form, tile)
+
+    def numbers(stage: int, times: int) -> list[float]:
+        trainer, found = trainer_of((1, 1, 1), tmp_path, **changes, zero_stage=stage), list[float]()
+        for _ in range(STEPS):
+            weights.clear()
+            microbatches = next(trainer.batches)
+            found.append(float(trainer.train_step(microbatches).loss))
+            assert len(weights) == 2 * len(LAYERS) * times, "in training"
+            weights.clear()
+            found.append(float(trainer.train_steps.evaluate([microbatches]).means))
+            assert len(weights) == len(LAYERS) * len(microbatches) == 4 * len(LAYERS), "in evaluation"
+        return found
+
+    with fp8_tiles(8), mock.patch("megacore.parallel.fp8.quantise", counted):
+        assert numbers(2, 1) == numbers(3, 4)
 
 
 class Sums:

@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megacore.errors import ConfigError
 from megacore.ops import fp8, kernels_chosen
 from megacore.ops.fp8 import RECIPES, Quantised, quantise
-from megacore.parallel.fp8 import Fp8Products
+from megacore.parallel.fp8 import Fp8Products, exchange
 from megacore.parallel.products import TORCH
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {E4M3: (4, 3, 7, 448), E5M2: (5, 2, 15, 57344)}  # bits of exponent and of fraction, bias, largest
@@ -245,3 +247,30 @@ def test_the_measured_error_is_the_error() -> None:
     products.in_sixteen_bits = True
     assert torch.equal(products.output(x, weight, None), x @ weight.t())
     assert torch.equal(products.input_gradient(grad, weight), grad @ weight)
+
+
+def test_copies_of_a_weight_are_not_kept() -> None:
+    """Another copy may lie in their memory later: one that is kept is the parameter itself, or a part of it."""
+    x, weight, grad = usual()
+    products = Fp8Products("", RECIPES["blockwise"])
+    products.weights, products.kept = [weight], {}
+    for _ in range(2):
+        y, dx = products.output(x, weight, None), products.input_gradient(grad, weight)
+        part = products.output(x[:, :128], weight[:, :128], None)
+        assert torch.equal(products.output(x, weight.clone(), None), y)
+    assert len(products.kept) == 3
+    products.kept = None
+    assert torch.equal(products.output(x, weight, None), y) and torch.equal(products.input_gradient(grad, weight), dx)
+    assert torch.equal(products.output(x[:, :128], weight[:, :128], None), part)
+
+
+def test_layers_that_no_tile_divides_are_named() -> None:
+    layer = nn.ModuleDict(
+        {"gate": ColumnParallelLinear(32, 24), "up": ColumnParallelLinear(32, 48), "down": RowParallelLinear(24, 32)}
+    )
+    with pytest.raises(ConfigError) as refused:
+        exchange(layer, "blocks.3", "rowwise")
+    ways = "on this one: leave --fp8 out, or use --fp8 skip=3 for this block"
+    expected = [("gate", "24 x 32"), ("down", "32 x 24")]
+    needs = "--fp8 rowwise needs multiples of 16 features on each rank, and"
+    assert [*refused.value.problems] == [f"{needs} blocks.3.{name} has {size} {ways}" for name, size in expected]
