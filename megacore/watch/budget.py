@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megacore.parallel.heartbeat import Phase
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.record import Record
-from megacore.watch.report import PHASES_IN_WORDS
+from megacore.watch.report import name_of
 
 TIMES: Mapping[Phase, float] = {
     Phase.STEP: 1.0,
@@ -92,7 +92,7 @@ def limit(seen: Sequence[Seen], verdict: Verdict) -> Limit:
 
 def _of_section(record: Record) -> Limit:
     times, median = TIMES[record.section], STEPS * record.median_step
-    reason = f"{times:g} x --hang-timeout-minutes ({PHASES_IN_WORDS[record.section]})"
+    reason = f"{times:g} x --hang-timeout-minutes ({name_of(record.section)})"
     of_timeout = Limit(times * record.identity.hang_timeout, reason)
     return max(of_timeout, Limit(median, f"{STEPS:g} median steps"), key=_seconds)
 

@@ -14,51 +14,41 @@ from megacore.watch.record import Record
 _WIDTH = 120
 _STACK_LINES = 14
 
-PHASES_IN_WORDS = {
-    Phase.START: "start",
+_IN_WORDS = {
     Phase.IMPORT: "import of libraries",
     Phase.CONNECT: "connection to the master (MASTER_ADDR, MASTER_PORT)",
     Phase.BUILD: "build of the model",
     Phase.INDEX: "index build of the data",
     Phase.LOAD: "load of a checkpoint",
     Phase.FIRST_STEP: "first step",
-    Phase.STEP: "step",
     Phase.DATA: "data (next batch)",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.OPTIMIZER: "optimizer",
     Phase.EVALUATE: "evaluation",
     Phase.CHECK: "check of replicas",
-    Phase.SAVE: "save",
     Phase.SINK: "log and sinks",
-    Phase.EXIT: "exit",
-    Phase.DONE: "done",
     Phase.BETWEEN_STEPS: "between steps",
     Phase.OUTSIDE: "the program's code, outside of the engine",
-    Phase.ALL_REDUCE: "all-reduce",
-    Phase.ALL_GATHER: "all-gather",
     Phase.SHIFT: "ring shift",
-    Phase.ALL_TO_ALL: "all-to-all",
-    Phase.REDUCE_SCATTER: "reduce-scatter",
     Phase.GATHER_OBJECTS: "exchange of values",
-    Phase.BARRIER: "barrier",
     Phase.TIED_SUM: "sum of tied gradients",
-    Phase.SEND: "send",
-    Phase.RECEIVE: "receive",
     Phase.MEET: "meeting of the ranks",
 }
 
 
+def name_of(phase: Phase) -> str:
+    """A phase in a person's words."""
+    return _IN_WORDS.get(phase, phase.in_words)
+
+
 def phase_in_words(record: Record) -> str:
     """`forward of microbatch 3 of stage 1`, `receive from rank 5, number 12`, `all-reduce over dp, number 7, 4 KiB`."""
-    words = PHASES_IN_WORDS[record.phase]
+    words = name_of(record.phase)
     if record.microbatch is not None:
         words += f" of microbatch {record.microbatch} of stage {record.stage}"
     if record.channel is not None:
         words += f" {channel_in_words(record.channel, record)}, number {record.awaited}"
         words += f", {_bytes(record.nbytes)}" if record.nbytes else ""
     if record.section not in (record.phase, Phase.STEP, Phase.START):
-        words += f" ({PHASES_IN_WORDS[record.section]})"
+        words += f" ({name_of(record.section)})"
     return words
 
 
