@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore.kernels.launch import block_of, blocks_of, launchable, warps_of
 
 _CHUNK = 8192
-_TOKENS = 256  # of a program that merges statistics
+TOKENS = 256  # of a program that merges statistics
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit, and finite: its differences are never NaN
 
 
@@ -162,9 +162,9 @@ def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: 
     tokens = targets.shape[0]
     found = torch.empty((3, tokens), dtype=torch.float32, device=parts.device)
     if tokens:
-        _merge[(blocks_of(tokens, _TOKENS),)](
-            parts, targets, found, tokens, *weights, BOUNDS=bounds, PARTS=len(bounds) // 2, BLOCK=_TOKENS,
-            num_warps=warps_of(_TOKENS, 64),
+        _merge[(blocks_of(tokens, TOKENS),)](
+            parts, targets, found, tokens, *weights, BOUNDS=bounds, PARTS=len(bounds) // 2, BLOCK=TOKENS,
+            num_warps=warps_of(TOKENS, 64),
         )  # fmt: skip
     return found
 
@@ -188,9 +188,9 @@ def losses(
     tokens = targets.shape[0]
     loss, log_z = (torch.empty(tokens, dtype=torch.float32, device=targets.device) for _ in range(2))
     if tokens:
-        _loss[(blocks_of(tokens, _TOKENS),)](
-            statistics, targets, loss, log_z, tokens, vocab_size, ignore_index, z_loss, BLOCK=_TOKENS,
-            num_warps=warps_of(_TOKENS, 64),
+        _loss[(blocks_of(tokens, TOKENS),)](
+            statistics, targets, loss, log_z, tokens, vocab_size, ignore_index, z_loss, BLOCK=TOKENS,
+            num_warps=warps_of(TOKENS, 64),
         )  # fmt: skip
     return loss, log_z
 

@@ -50,19 +50,19 @@ class Kernel:
     """
 
     def __init__(self, jit: Any) -> None:
-        self._jit = jit
+        self.jit = jit
         self._unspecialized = [number for number, p in enumerate(jit.params) if p.do_not_specialize]
         self._loaded: dict[tuple[Any, ...], _Loaded] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return partial(self.launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         driver = triton.runtime.driver.active
         device, own = driver.get_current_device(), args[0].get_device()
         if own != device and own != _ON_HOST:
             with torch.get_device_module(args[0].device).device(own):
-                self._launch(grid, *args, **constants)
+                self.launch(grid, *args, **constants)
             return
         kinds: list[Any] = [
             x if (kind := type(x)) is int
@@ -75,7 +75,7 @@ class Kernel:
         key = (device, *kinds, *constants.items())
         loaded = self._loaded.get(key)
         if loaded is None or self._is_watched():
-            self._keep(key, self._jit[grid](*args, **constants), constants)
+            self._keep(key, self.jit[grid](*args, **constants), constants)
             return
         _, run, function, metadata, values = loaded
         x, y = grid if len(grid) == 2 else (grid[0], 1)
@@ -88,7 +88,7 @@ class Kernel:
             examines_more = backend.get_tensor_specialization is not BaseBackend.get_tensor_specialization
             if examines_more or compiled.function is None:
                 return
-            values = [constants[name] for name in self._jit.arg_names if name in constants]
+            values = [constants[name] for name in self.jit.arg_names if name in constants]
             loaded = _Loaded(compiled, compiled.run, compiled.function, compiled.packed_metadata, values)
         except AttributeError:  # another Triton than those we know: it launches by itself
             return
@@ -104,7 +104,7 @@ class Kernel:
             hooks = enter.calls or leave.calls
         except AttributeError:  # or one, or None
             hooks = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        return bool(hooks or self._jit.pre_run_hooks)
+        return bool(hooks or self.jit.pre_run_hooks)
 
 
 class _Loaded(NamedTuple):

@@ -12,7 +12,7 @@ import rich.console
 import rich.progress
 
 Unit = Literal["bytes", "datasets", "steps", "tensors"]
-_LINE_EVERY_S = 60.0
+LINE_EVERY_S = 60.0
 
 
 class Bars:
@@ -74,7 +74,7 @@ class Progress:
         self._bar: rich.progress.TaskID | None = None
 
     def __enter__(self) -> Self:
-        self._next_line = time.monotonic() + _LINE_EVERY_S
+        self._next_line = time.monotonic() + LINE_EVERY_S
         if self._shows and sys.stderr.isatty():
             self._bar = Bars.add(self._what, self._total, self._done)
         return self
@@ -105,7 +105,7 @@ class Progress:
         if self._bar is not None and Bars.display is not None:
             Bars.display.update(self._bar, completed=self._done, figures=figures or self._figures())
         elif self._shows and self._bar is None and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _LINE_EVERY_S
+            self._next_line = time.monotonic() + LINE_EVERY_S
             share = f"{self._done / max(self._total, 1):.0%}"
             print(f"{self._what}: {share}, {figures or self._figures()}", file=sys.stderr, flush=True)
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.records import Record, read_records
 ROOT = Path(__file__).resolve().parents[2]
 Status = Literal["done", "failed", "cut off", "not started"]
 # With less than this left a part is not started: it would not get past its imports.
-_LEAST_SECONDS = 5.0
+LEAST_SECONDS = 5.0
 _LOG_TAIL = 20_000
 
 
@@ -100,7 +100,7 @@ def run_parts(
 
 
 def _run(part: Part, directory: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
-    if limit < _LEAST_SECONDS:
+    if limit < LEAST_SECONDS:
         return Outcome(name=part.name, status="not started", exit_status=None, seconds=0.0, limit_seconds=limit)
     records, log = directory / f"{part.name}.jsonl", directory / f"{part.name}.log"
     start = time.monotonic()

@@ -19,7 +19,7 @@ from megacore.safe_json import read_json
 
 LOCK_NAME = "writer.lock"
 # A killed run's data workers hold its files open for a moment longer, and a launcher restarts at once.
-_PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0
 _MOST_BYTES = 1 << 16  # of the lock's file
 
 
@@ -69,7 +69,7 @@ class WriterLock:
 
     def _take(self, descriptor: int) -> None:
         try:
-            locked = take_lock(descriptor, patience=_PATIENCE_SECONDS)
+            locked = take_lock(descriptor, patience=PATIENCE_SECONDS)
         except BlockingIOError:
             raise UserError(
                 f"--output-dir {self.path.parent} is being written by another run ({self._holder()}): "

@@ -38,7 +38,7 @@ class _Key(Record):
     """The name of a tensor's piece, and where it begins."""
 
 
-_KNOWN: Mapping[str, Any] = {
+KNOWN: Mapping[str, Any] = {
     **dict.fromkeys(NAMES["dcp_records"], Record),
     **dict.fromkeys(NAMES["dcp_unneeded"], Inert),
     f"{_METADATA}.TensorStorageMetadata": _Tensor,
@@ -114,7 +114,7 @@ def open_dcp(directory: Path) -> dict[str, TensorInPieces]:
         CheckpointError: the index is missing or damaged, holds what megacore does not load, or contradicts the files.
     """
     index = inside(directory, INDEX)
-    root = unpickle(index, _KNOWN)
+    root = unpickle(index, KNOWN)
     if not isinstance(root, Record):
         raise CheckpointError(f"{index} is not the index of a checkpoint")
     try:

@@ -107,13 +107,14 @@ def attention_backend(device: torch.device, shape: AttentionShape) -> str:
     return SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
 
 
-def _is_cuda(device: torch.device) -> bool:
+def on_cuda(device: torch.device) -> bool:
+    """Whether tensors of a device are those of CUDA, whatever it calls itself."""
     return torch.empty(0, device=device).is_cuda
 
 
 def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
     """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
-    if not _is_cuda(device) or (backend := attention_backend(device, shape)) in ("varlen flash", "blocks"):
+    if not on_cuda(device) or (backend := attention_backend(device, shape)) in ("varlen flash", "blocks"):
         return None
     if not fits(shape.dtype, shape.head_size):
         return None  # no fast kernel takes it: that is what was asked for

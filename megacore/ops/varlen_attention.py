@@ -68,7 +68,7 @@ def can_attend(query: Tensor, *, alibi: bool, dropout: float) -> bool:
         alibi: whether scores fall with distance.
         dropout: probability on the weights.
     """
-    return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and _runs_here(query)
+    return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and runs_here(query)
 
 
 def fits(dtype: torch.dtype, head_size: int) -> bool:
@@ -76,7 +76,7 @@ def fits(dtype: torch.dtype, head_size: int) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and head_size <= _LARGEST_HEAD and head_size % 8 == 0
 
 
-def _runs_here(query: Tensor) -> bool:
+def runs_here(query: Tensor) -> bool:
     """Whether torch has the kernel, and the device runs it."""
     return query.is_cuda and _capability(query.device) >= (8, 0) and varlen_attn() is not None
 
@@ -126,12 +126,12 @@ def _runs_of(documents: Tensor) -> _Runs | None:
     if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
         return None
     if documents not in _known:
-        _known[documents] = _find_runs(documents)
+        _known[documents] = find_runs(documents)
     runs: _Runs | None = _known[documents]
     return runs
 
 
-def _find_runs(documents: Tensor) -> _Runs | None:
+def find_runs(documents: Tensor) -> _Runs | None:
     """Padding between documents is a run as well: its result means nothing."""
     on_host = documents.cpu()
     b, s = on_host.shape

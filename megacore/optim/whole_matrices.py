@@ -139,10 +139,10 @@ class WholeMatrices:
         for names in cut.values():
             group = self._matrices[names[0]].group
             for first in range(0, len(names), group.size):
-                results |= self._exchanged(names[first : first + group.size], slices, group, function)
+                results |= self.exchanged(names[first : first + group.size], slices, group, function)
         return results
 
-    def _exchanged(
+    def exchanged(
         self, names: Sequence[str], slices: Mapping[str, Tensor], group: Group, function: Function
     ) -> dict[str, Tensor]:
         """Results of at most as many matrices as the group has ranks: rank i computes that of the i-th."""

@@ -24,8 +24,8 @@ from megacore.parallel.mesh import Group, Holders, Mesh
 
 Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _compiled_ops: Any = torch.ops._c10d_functional  # that a graph of torch.compile may hold
 # Sums of so few bytes over so few ranks are made of messages on a CPU.
 _FEW_BYTES, _FEW_RANKS = 192, 16
@@ -296,7 +296,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
     with post(Phase.ALL_GATHER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
             return Pending(*direct.start_all_gather(whole, shard, group), watched)
-        return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)], watched=watched)
+        return Pending([all_gather_flat(whole, shard, group=group.handle, async_op=True)], watched=watched)
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
@@ -310,7 +310,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
             return Pending(*direct.start_reduce_scatter(shard, whole, group), watched)
-        work = _reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+        work = reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
         return Pending([work], watched=watched)
 
 
@@ -326,7 +326,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
         return ShardsGathered(tensor, group).wait()
     gathered = tensor.new_empty((group.size, *tensor.shape))
     with post(Phase.ALL_GATHER, group.ranks, gathered.nbytes):
-        _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)
+        all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)
     return gathered
 
 

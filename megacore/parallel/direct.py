@@ -29,7 +29,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[li
     """
     parts = list(whole.chunk(group.size))
     terms = [part if rank == group.rank else shard.new_empty(shard.shape) for rank, part in enumerate(parts)]
-    works = _exchange(parts, terms, group)
+    works = exchange(parts, terms, group)
     in_place = parts[group.rank].data_ptr() == shard.data_ptr()
 
     def add() -> None:
@@ -48,7 +48,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
         What to wait for, and what to do then.
     """
     parts = list(whole.chunk(group.size))
-    works = _exchange([shard] * group.size, parts, group)
+    works = exchange([shard] * group.size, parts, group)
 
     def copy() -> None:
         if parts[group.rank].data_ptr() != shard.data_ptr():
@@ -66,7 +66,7 @@ def start_sum(tensor: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[
     """
     mine = tensor.clone()
     terms = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
-    works = _exchange([mine] * group.size, terms, group)
+    works = exchange([mine] * group.size, terms, group)
 
     def add() -> None:
         total = terms[0]
@@ -84,7 +84,7 @@ def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[
     Returns:
         What to wait for, and what to do then.
     """
-    works = _exchange(list(outgoing), list(incoming), group)
+    works = exchange(list(outgoing), list(incoming), group)
 
     def copy() -> None:
         incoming[group.rank].copy_(outgoing[group.rank])
@@ -92,7 +92,7 @@ def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[
     return works, copy
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
+def exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
     """Begin to send to every other rank and to receive from it; the nearest in group order first."""
     works: list[dist.Work | None] = []
     for distance in range(1, group.size):

@@ -434,7 +434,7 @@ def _splits(device: torch.device) -> bool:
     return bool(world._get_backend(device).supports_splitting)
 
 
-def _identity(device: torch.device) -> str | None:
+def identity_of(device: torch.device) -> str | None:
     """What tells this device from every other one of the cluster; None where its kind has nothing of that sort."""
     if device.type == "cpu":
         return None
@@ -461,7 +461,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
         device = select()
     except ConfigError as error:
         problem = "; ".join(error.problems)
-    local = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
+    local = _Device(None, None, problem) if device is None else _Device(device.type, identity_of(device))
     store.set(f"device/{rank}", json.dumps(asdict(local)))
     if rank == 0:  # one reads what all have written: the store's traffic grows with the ranks, not with their square
         values = store.multi_get([f"device/{other}" for other in range(world_size)])

@@ -171,7 +171,7 @@ def _few(config: ResolvedConfig) -> int:
     return 1 if config.parallel.schedule_csv is None else config.microbatches
 
 
-def _counts(config: ResolvedConfig, rank: int) -> list[int]:
+def microbatch_counts(config: ResolvedConfig, rank: int) -> list[int]:
     """How many microbatches a rank computes in each of its steps.
 
     The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
@@ -201,7 +201,7 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
         rank: which one.
         on_cpu: whether the job computes on CPUs.
     """
-    counts = _counts(config, rank)
+    counts = microbatch_counts(config, rank)
     training = config.training
     samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)
     config = replace(config, training=replace(training, global_batch_size=samples), rampup=RampupConfig())

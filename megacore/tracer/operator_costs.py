@@ -50,13 +50,13 @@ def operator_cost(operator: Any, arguments: Arguments) -> Cost | None:
     """
     full_name = operator._schema.name
     namespace, name = full_name.split("::")
-    if (cost := _COSTS.get(full_name)) is not None:
+    if (cost := COSTS.get(full_name)) is not None:
         return cost(arguments)
     computes = operator.overloadpacket in flop_registry or "attention" in name or "attn" in name
-    if computes or (namespace == "megacore" and name not in _MEMORY_ONLY):
+    if computes or (namespace == "megacore" and name not in MEMORY_ONLY):
         raise NotImplementedError(
-            f"the cost of the operator {full_name} is not known: add it to {__name__}, to _COSTS if it multiplies "
-            "matrices or attends, else to _MEMORY_ONLY"
+            f"the cost of the operator {full_name} is not known: add it to {__name__}, to COSTS if it multiplies "
+            "matrices or attends, else to MEMORY_ONLY"
         )
     return None
 
@@ -111,7 +111,7 @@ def _attention(arguments: Arguments, view: Visibility, *, offset: int, backward:
 
 
 _FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"  # what fake tensors on the CPU choose
-_COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
+COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
     "aten::mm": _product("self", "mat2"),
     "aten::bmm": _product("self", "mat2"),
     "aten::_scaled_mm": _product("self", "mat2"),
@@ -129,7 +129,7 @@ _COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
     "megacore::grouped_weight_gradients": _grouped_weight_gradients,
 }
 # Operators of megacore that compute less than a device does in the time of the bytes that they move.
-_MEMORY_ONLY = frozenset({
+MEMORY_ONLY = frozenset({
     "adamw_", "bias_gelu_backward", "combine_rows", "cross_entropy_gradient_", "cross_entropy_losses",
     "cross_entropy_merged", "cross_entropy_statistics", "dropout_add", "dropout_backward", "gather_rows",
     "gelu_backward", "gelu_forward", "join_rotary", "kept", "norm_backward", "norm_forward", "rotary",

@@ -21,7 +21,7 @@ from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location, location
 
 C = TypeVar("C", bound=ResolvedConfig)
-_PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
+PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
     try:
         if config.checkpoint.save is None:
             is_elsewhere = place[0] == host and place[1] != directory
-            _require_one_directory(run, token, mesh.world, patience=0.0 if is_elsewhere else _PATIENCE_SECONDS)
+            _require_one_directory(run, token, mesh.world, patience=0.0 if is_elsewhere else PATIENCE_SECONDS)
     except BaseException:
         if lock is not None:
             lock.release()

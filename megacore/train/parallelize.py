@@ -82,7 +82,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     data_parallel = DataParallel(
         (_layers(chunk, task, config, mesh, parameters=parameters, offload=offload) for chunk in chunks),
         mesh,
-        options=_zero_options(task.layers, config, mesh),
+        options=zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         separate=frozenset(shared),
     )
@@ -196,7 +196,8 @@ def _spread_values(
         data_parallel.publish_parameter(name)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> ZeroOptions:
+def zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> ZeroOptions:
+    """What data parallelism needs to know of a run."""
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,

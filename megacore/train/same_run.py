@@ -78,7 +78,7 @@ _SWITCHES = (
 )
 """Settings in torch.backends that choose an operator or what it rounds. Those of fp32 hold what
 `torch.set_float32_matmul_precision` sets too, whose getter fails once one of them has been set."""
-_READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
+READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
 _SAMPLE = 1 << 16  # bytes
 _SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file
 _MOST = 12  # differences that one message names
@@ -226,7 +226,7 @@ def _file(path: Path) -> str:
         with path.open("rb") as file:
             size, checksum = path.stat().st_size, 0
             spaced = ((size - _SAMPLE) * n // (_SAMPLES - 1) for n in range(_SAMPLES))
-            for start in range(0, size, _SAMPLE) if size <= _READ_WHOLE else spaced:
+            for start in range(0, size, _SAMPLE) if size <= READ_WHOLE else spaced:
                 file.seek(start)
                 checksum = zlib.crc32(file.read(_SAMPLE), checksum)
     except OSError as error:

@@ -19,7 +19,7 @@ from megacore.watch.blame import Seen
 from megacore.watch.record import Record
 
 T = TypeVar("T")
-_PATIENCE = timedelta(seconds=2)
+PATIENCE = timedelta(seconds=2)
 _QUIET_SECONDS = 20.0  # between publications of a node whose ranks move
 _SILENT_SECONDS = 10.0  # a node that stands still publishes far more often
 
@@ -96,7 +96,7 @@ class Nodes:
     def pronounce(self, text: str) -> None:
         """Tell the watchers of the other nodes that the run ends, and give them the time to notice."""
         if self._call is not None:
-            self._call.join(_PATIENCE.total_seconds())
+            self._call.join(PATIENCE.total_seconds())
         self._set("verdict", text)
         time.sleep(1.5)
 
@@ -111,7 +111,7 @@ class Nodes:
             from torch.distributed import TCPStore
 
             address, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
-            self._store = TCPStore(address, port, timeout=_PATIENCE, wait_for_workers=False)
+            self._store = TCPStore(address, port, timeout=PATIENCE, wait_for_workers=False)
         return self._store
 
     def _set(self, key: str, text: str) -> None:
@@ -143,7 +143,7 @@ class Nodes:
 
         self._call = threading.Thread(target=call, name="store", daemon=True)
         self._call.start()
-        self._call.join(_PATIENCE.total_seconds())
+        self._call.join(PATIENCE.total_seconds())
         return answers[0] if answers else None
 
 

@@ -166,9 +166,9 @@ def calls_of_nccl(rank: int, world_size: int) -> dict[str, list[float]]:
     found = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
         whole, shard = x.to(dtype).repeat(world_size), torch.empty(4, dtype=dtype, device=GPU)
-        collectives._reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group, async_op=True).wait()
+        collectives.reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group, async_op=True).wait()
         gathered = torch.empty(4 * world_size, dtype=dtype, device=GPU)
-        collectives._all_gather_flat(gathered, shard, group=group, async_op=True).wait()
+        collectives.all_gather_flat(gathered, shard, group=group, async_op=True).wait()
         dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=group)
         found[str(dtype)] = gathered.tolist()
     values: list[Any] = [None] * world_size

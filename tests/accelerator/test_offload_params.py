@@ -19,7 +19,7 @@ from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import counting, needs_pretend, slow
 from tests.accelerator.largest_model import HOST as ON_HOST
 from tests.accelerator.largest_model import PLAIN, largest
-from tests.accelerator.test_training import Case, Changes, case_of
+from tests.accelerator.test_training import Case, Changes, case_of, cases_of
 from tests.distributed import run_distributed
 from tests.parallel.test_spikes import GUARD, POISON, STEPS, Losses, Text, state_of, trainer_on
 from tests.parity import runs
@@ -28,42 +28,7 @@ from tests.plans.published import traced
 pytestmark = needs_pretend
 HOST: Changes = {"offload_params": True, "offload_optimizer": True}
 BF16: Changes = {"precision": "bf16"}
-# By the number of ranks. A step has four microbatches or more. Without replicas stage 3 is stage 0, with other buckets:
-# the squares of the norm are added in another order, and clipping by it would show.
-CASES = {
-    2: [
-        "dp2 precision=bf16",
-        "dp2 overlap_grad_reduce=False offload-activations gated",
-        "pp2 clip_grad=0.0 precision=bf16 mb1 recompute=full",
-    ]
-}
-MORE = {
-    1: [
-        "clip_grad=0.0 precision=bf16 recompute=full",
-        "clip_grad=0.0 untie_embeddings_and_output_weights=True ema_decay=0.9",
-        "clip_grad=0.0 precision=bf16 grad_reduce_dtype=bf16",
-        "clip_grad=0.0 param_group=('blocks.0.*:freeze',)",
-        "clip_grad=0.0 precision=bf16 moments_dtype=int8 ema_decay=0.9",
-    ],
-    2: [
-        "dp2 fp16 optimizer=muon lr=1e-3",
-        "dp2 optimizer=lamb precision=bf16",
-        "dp2 moments_dtype=bf16 ema_decay=0.9 mb1",
-        "dp2 optimizer=lion recompute=selective precision=bf16 mb1",
-        "dp2 precision=bf16 grad_reduce_compression=int8",
-        "dp2 ep2 clip_grad=0.0 num_experts=4 moe_ffn_hidden_size=16 moe_aux_loss_coeff=0.1 activation=swiglu "
-        "disable_bias_linear=True precision=bf16",
-        "pp2 clip_grad=0.0 mb1 zb",
-        "tp2 clip_grad=0.0 sp",
-        "cp2 cp_comm=ring precision=bf16",
-    ],
-    4: [
-        "tp2 dp2 sp precision=bf16 gated",
-        "pp2 dp2 mb1 precision=bf16 recompute=full interleaved virtual2 num_layers=4",
-        "dp4 shards2 precision=bf16",
-        "dp4 reproducible=True",  # last: it cannot be undone in a process
-    ],
-}
+CASES, MORE = cases_of("offload_params")
 
 
 def both(rank: int, world_size: int, cases: list[Case], directory: str) -> list[list[runs.Outcome]] | None:

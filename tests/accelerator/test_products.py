@@ -74,11 +74,11 @@ class Trace(TorchDispatchMode):
 @contextmanager
 def counted(collectives: Counter[str]) -> Iterator[None]:
     """Count the collectives that the code inside starts."""
-    places = [(dist, "all_reduce"), (communication, "_all_gather_flat"), (communication, "_reduce_scatter_flat")]
+    places = [(dist, "all_reduce"), (communication, "all_gather_flat"), (communication, "reduce_scatter_flat")]
 
     def counting(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            collectives[name.removeprefix("_").removesuffix("_flat")] += 1
+            collectives[name.removesuffix("_flat")] += 1
             return function(*args, **kwargs)
 
         return call
@@ -94,11 +94,11 @@ Variant = dict[str, Any]
 
 def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, variants: list[Variant]) -> list[Traced]:
     """Of each of them two steps, of which the second is traced; `apart`: products do not add to sums."""
-    found, options = [], recipe._zero_options
+    found, options = [], recipe.zero_options
     for variant in variants:
         changes, traced = dict(variant), Traced()
         products_add = {"products_add": False} if changes.pop("apart", False) else {}
-        with patch.object(recipe, "_zero_options", lambda *args, new=products_add: replace(options(*args), **new)):
+        with patch.object(recipe, "zero_options", lambda *args, new=products_add: replace(options(*args), **new)):
             config = make_config(layout, directory, device="pretend", **LLAMA | BF16 | changes)
             trainer = make_trainer(config, build_mesh(config.parallel))
         for step in range(2):

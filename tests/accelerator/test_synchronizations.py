@@ -112,7 +112,7 @@ def steps_of(trainer: Trainer) -> list[Counters]:
 
 
 def bytes_of_a_step(trainer: Trainer) -> int:
-    batch = trainer.batches._current
+    batch = trainer.batches.current
     assert batch is not None
     fields = [value for microbatch in batch.microbatches for value in vars(microbatch).values()]
     return sum(value.nbytes for value in fields if isinstance(value, Tensor))
@@ -253,7 +253,7 @@ def used_and_dropped(rank: int, world_size: int, *, holds: bool) -> list[int]:
     total = first.tokens.sum()
     del first
     if not holds:
-        loader._current = None
+        loader.current = None
     loader.prefetch()
     found = [int(total)]  # the program has waited
     (second,) = next(loader)

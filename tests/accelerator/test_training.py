@@ -7,6 +7,7 @@ reference on the CPU.
 from __future__ import annotations
 
 import json
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,8 @@ STEPS = 2
 TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
-# Words beside those of tests/matrix.
-OWN: dict[str, Changes] = {
-    "bert": {"bert": True},
-    "1f1b": {"schedule": "1f1b"},
-    "fp16": {"precision": "fp16", "initial_loss_scale": 1024.0},
-    "gated": {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"},
-    "offload-activations": {"offload_activations": True},
-    "divided": {"distribute_saved_activations": True, "recompute": "full"},
-    # One dense block, then one with experts, which may be offloaded, divided, or computed again.
-    "experts": {
-        "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_first_dense_layers": 1, "moe_aux_loss_coeff": 0.1,
-        "activation": "swiglu", "disable_bias_linear": True,
-    },
-}  # fmt: skip
+TABLES = tomllib.loads(Path(__file__).with_name("cases.toml").read_text(encoding="utf-8"))
+OWN: dict[str, Changes] = TABLES["words"]
 
 
 def case_of(words: str) -> Case:
@@ -62,52 +51,13 @@ def case_of(words: str) -> Case:
     return layout, changes
 
 
-# Every feature; MORE has it with further kinds of parallelism that it meets.
-CASES = {
-    1: [
-        "recompute=full attention=fused-softmax hidden_dropout=0.1 attention_dropout=0.1",
-        "bert offload",
-        "gated offload-activations",
-    ],
-    2: [
-        "dp2 z0 fp16 offload",
-        "dp2 z2 waits precision=bf16 attention=fused-softmax",
-        "dp2 z3 waits bert",
-        "pp2 interleaved virtual2 num_layers=4 precision=bf16",
-        "cp2 cp_comm=ring gated z1",
-        "cp2 cp_comm=ulysses precision=bf16 recompute=selective offload-activations",
-        "dp2 experts offload-activations ep2 moe_expert_capacity_factor=1.0",
-        "tp2 experts divided offload-activations",
-        # With biases, which are added once, however many ranks a product is divided over.
-        "tp2 divided offload-activations",
-        "tp2 sp recompute=full",
-        "dp2 z1 reproducible=True",  # last: it cannot be undone in a process
-    ],
-    4: ["pp2 dp2 z3 zb waits recompute=selective", "tp2 dp2 z3 sp precision=bf16 gated"],
-}
-MORE = {
-    2: [
-        "dp2 z0 waits recompute=full",
-        "dp2 z1 offload recompute=selective",
-        "dp2 z3 fp16",
-        "pp2 bert",
-        "pp2 gpipe recompute=full offload",
-        "pp2 zb recompute=selective optimizer=sgd lr=0.05",
-        "tp2 recompute=selective offload fp16",
-        "tp2 bert sp precision=bf16",
-        "pp2 zb gated precision=bf16",
-        "tp2 gated sp",
-        "cp2 cp_comm=allgather bert z3",
-    ],
-    4: [
-        "pp2 dp2 z1 1f1b",
-        "pp2 dp2 z2 interleaved virtual2 num_layers=4 offload",
-        "tp2 dp2 z2 sp recompute=selective",
-        "tp2 pp2 interleaved virtual2 num_layers=4 sp recompute=full",
-        "tp2 pp2 zb bert",
-        "dp4 z3 offload waits",
-    ],
-}
+def cases_of(subject: str) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """Those of a subject of cases.toml, and further ones, by the number of ranks."""
+    usual, more = ({int(n): cases for n, cases in TABLES[subject][kind].items()} for kind in ("usual", "more"))
+    return usual, more
+
+
+CASES, MORE = cases_of("training")
 
 
 def trainer_of(case: Case, device: str, directory: str) -> Any:

@@ -125,7 +125,7 @@ def test_weights_of_a_blend_are_compared(tmp_path: Path) -> None:
 def test_a_byte_in_the_middle_of_a_dataset_is_compared(
     read_whole: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(same_run, "_READ_WHOLE", read_whole)
+    monkeypatch.setattr(same_run, "READ_WHOLE", read_whole)
     base = make_config((1, 1, 2), tmp_path / "out")
     configs = []
     for name in ("a", "b"):

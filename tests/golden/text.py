@@ -8,21 +8,9 @@ import sys
 from pathlib import Path
 
 WORDS = [
-    "the",
-    "of",
-    "a",
-    "model",
-    "rank;",
-    "Über",
-    "naïve",
-    "東京",
-    "tokens\tand",
-    "12,345",
-    "Why?",
-    "It",
-    "isn't",
+    "the", "of", "a", "model", "rank;", "Über", "naïve", "東京", "tokens\tand", "12,345", "Why?", "It", "isn't",
     "bits!",
-]
+]  # fmt: skip
 
 
 def main(path: Path) -> None:

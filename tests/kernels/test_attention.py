@@ -273,7 +273,7 @@ def test_a_slower_kernel_than_the_device_has_is_warned_of(
     monkeypatch.setattr(attention.torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
     monkeypatch.setattr(attention.torch, "zeros", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
     monkeypatch.setattr(attention.torch, "_fused_sdp_choice", choice)
-    monkeypatch.setattr(attention, "_is_cuda", lambda device: True)
+    monkeypatch.setattr(attention, "on_cuda", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     warning = slower_attention(CUDA, AttentionShape(**PLAIN | changes))
     assert len(asked) == 1 and asked[0][0].shape == (1, 4, 128, 64)

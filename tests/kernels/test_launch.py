@@ -131,7 +131,7 @@ def test_what_is_kept_is_what_triton_would_launch(launches: Launches) -> None:
     """Three rounds of all calls, the second the other way round: what runs is what Triton chooses for the arguments."""
     chosen = {}
     for name, arguments, constants in calls():
-        launches.kernel._jit[(1,)](*arguments, **constants)
+        launches.kernel.jit[(1,)](*arguments, **constants)
         chosen[name] = launches.by_triton[-1].code
     assert len(set(chosen.values())) == len(chosen) - 1, "a negative seed of 32 bits is no other type"
     for again in range(3):
@@ -179,7 +179,7 @@ def test_hooks_see_every_launch(hook: str, launches: Launches, monkeypatch: pyte
     launch()
     launch()
     assert len(launches.by_triton) == 1
-    hooks = launches.kernel._jit.pre_run_hooks if hook == "pre_run" else getattr(triton.knobs.runtime, hook).calls
+    hooks = launches.kernel.jit.pre_run_hooks if hook == "pre_run" else getattr(triton.knobs.runtime, hook).calls
     hooks.append(lambda *_, **__: None)
     try:
         launch()
@@ -215,10 +215,10 @@ def test_triton_launches_what_cannot_be_kept(change: str, launches: Launches, mo
 def test_every_kernel_is_launched_that_way(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launchers, with the shapes for which kernels are compiled."""
     launched: list[str] = []
-    whole = Kernel._launch
+    whole = Kernel.launch
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
-        launched.append(kernel._jit.fn.__name__)
+        launched.append(kernel.jit.fn.__name__)
         whole(kernel, grid, *arguments, **constants)
 
     def run(jit: Any, *_: Any, **__: Any) -> None:
@@ -226,7 +226,7 @@ def test_every_kernel_is_launched_that_way(driver: Driver, monkeypatch: pytest.M
         seen.add((jit.fn.__module__, jit.fn.__name__))
 
     seen: set[tuple[str, str]] = set()
-    monkeypatch.setattr(Kernel, "_launch", launch)
+    monkeypatch.setattr(Kernel, "launch", launch)
     monkeypatch.setattr(JITFunction, "run", run)
     for case in cases():
         case.launch()

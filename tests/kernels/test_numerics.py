@@ -63,7 +63,7 @@ def test_statistics_of_shares_are_merged(shares: int, device: torch.device, monk
     tokens = 300
     if INTERPRETING:
         tokens = 34
-        monkeypatch.setattr(importlib.import_module("megacore.kernels.cross_entropy"), "_TOKENS", 32)
+        monkeypatch.setattr(importlib.import_module("megacore.kernels.cross_entropy"), "TOKENS", 32)
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(tokens, 37, generator=generator) * 3).to(device)
     targets = torch.randint(0, 37, (tokens,), generator=generator).to(device)

@@ -52,7 +52,7 @@ def stand_in_of_2_11(
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The stand-in, for every device and dtype; what it was called with."""
     monkeypatch.setattr(varlen_attention, "varlen_attn", lambda: varlen_attention.usable(request.param))
-    monkeypatch.setattr(varlen_attention, "_runs_here", lambda query: True)
+    monkeypatch.setattr(varlen_attention, "runs_here", lambda query: True)
     monkeypatch.setattr(varlen_attention, "fits", lambda dtype, head_size: True)
     monkeypatch.setattr(attention, "WHOLE", 4)
     CALLS.clear()
@@ -74,13 +74,13 @@ def test_the_kernel_sees_what_the_loop_sees(case: str, groups: int, kernel: list
 def test_documents_are_read_once_for_all_layers(kernel: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device once a microbatch."""
     read: list[Tensor] = []
-    find = varlen_attention._find_runs
+    find = varlen_attention.find_runs
 
     def reading(documents: Tensor) -> Any:
         read.append(documents)
         return find(documents)
 
-    monkeypatch.setattr(varlen_attention, "_find_runs", reading)
+    monkeypatch.setattr(varlen_attention, "find_runs", reading)
     for documents in (DOCUMENTS.clone(), DOCUMENTS.clone()):
         for _ in range(3):
             ops.attention(*drawn(4), causal=True, documents=documents)

@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> 
 
 def held(rank: int, world_size: int, directories: list[str]) -> str:
     """What this rank says where --output-dir names its own of these directories."""
-    output._PATIENCE_SECONDS = 0.3
+    output.PATIENCE_SECONDS = 0.3
     config = make_config((1, 1, world_size), directories[rank])
     try:
         with output.output_directory(config, build_mesh(config.parallel)):

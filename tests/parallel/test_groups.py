@@ -115,7 +115,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch, *devices: str) -> list[str]:
     """What each rank says of these devices, of which each is torch's name of its kind and its identity, or a reason why
     there is none."""
     store, identities = dist.HashStore(), dict[torch.device, str | None]()
-    monkeypatch.setattr(mesh, "_identity", identities.get)
+    monkeypatch.setattr(mesh, "identity_of", identities.get)
 
     def compare(rank: int) -> str:
         def select() -> torch.device:

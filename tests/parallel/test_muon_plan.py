@@ -42,7 +42,7 @@ def flops_of_update(config: ResolvedConfig) -> Counted:
     trainer = make_trainer(config, build_mesh(config.parallel))
     trainer.train_steps.compute_gradients(next(trainer.batches))
     turns: list[int] = []
-    exchange = WholeMatrices._exchanged
+    exchange = WholeMatrices.exchanged
 
     def counted(*args: Any) -> dict[str, Tensor]:
         before = counter.get_total_flops()
@@ -51,7 +51,7 @@ def flops_of_update(config: ResolvedConfig) -> Counted:
         return result
 
     with FlopCounterMode(display=False) as counter, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WholeMatrices, "_exchanged", counted)
+        patch.setattr(WholeMatrices, "exchanged", counted)
         trainer.train_steps.update_weights()
     return Counted(counter.get_total_flops() - sum(turns), turns)
 

@@ -37,7 +37,7 @@ class Counting:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: Counts = Counter()
-        reduce, exchange, batch = dist.all_reduce, direct._exchange, dist.batch_isend_irecv
+        reduce, exchange, batch = dist.all_reduce, direct.exchange, dist.batch_isend_irecv
         exchange_rows = dist.all_to_all_single
         start_sum, sums = direct.start_sum, list[Tensor]()  # those of a few numbers that are begun
 
@@ -76,7 +76,7 @@ class Counting:
 
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(dist, "all_to_all_single", rows_exchanged)
-        patch.setattr(direct, "_exchange", exchanged)
+        patch.setattr(direct, "exchange", exchanged)
         patch.setattr(direct, "start_sum", summed)
         patch.setattr(dist, "batch_isend_irecv", batched)
 

@@ -207,10 +207,10 @@ def test_a_conversion_without_a_description_of_the_model_is_refused(
     assert "--from dcp needs --like DIR" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", list(dcp_files._KNOWN))
+@pytest.mark.parametrize("name", list(dcp_files.KNOWN))
 def test_an_index_cannot_change_what_its_names_stand_for(name: str, tmp_path: Path) -> None:
     module, _, attribute = name.rpartition(".")
-    made = dcp_files._KNOWN[name]
+    made = dcp_files.KNOWN[name]
     defaults = getattr(made, "__defaults__", None)
     # A name, and the state (None, {"__defaults__": (7,)}) for the object itself: attributes to be set.
     given = f"c{module}\n{attribute}\n".encode() + b"N}X\x0c\x00\x00\x00__defaults__K\x07\x85s\x86b"

@@ -45,7 +45,7 @@ def whole_steps(_: int, __: int, config: ResolvedConfig) -> list[RankReport]:
     absent_accelerator()
     of_stage = config.parallel.ranks // config.parallel.pp
     config = config.for_device(on_cpu=False)
-    with mock.patch.object(dry_run, "_counts", lambda config, rank: [1, config.microbatches]):
+    with mock.patch.object(dry_run, "microbatch_counts", lambda config, rank: [1, config.microbatches]):
         return [run_rank(config, rank, on_cpu=False) for rank in range(0, config.parallel.ranks, of_stage)]
 
 

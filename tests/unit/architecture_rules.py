@@ -330,3 +330,22 @@ def catch_alls(sources: Iterable[Source]) -> list[str]:
     stems = {source.path: PurePosixPath(source.path).stem for source in sources}
     names = ("utils", "helpers", "misc", "common")
     return [f"{path}: a module is named for what it does" for path, stem in stems.items() if stem in names]
+
+
+def private_names(sources: Iterable[Source]) -> list[str]:
+    """Tests that read, import or replace a private name of a module or class of ours."""
+    found = []
+    for source in sources:
+        if not source.path.startswith("tests/") or source.path in ALLOWED["private_names"]:
+            continue
+        froms = [node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.module]
+        ours = [alias for node in froms if str(node.module).split(".")[0] == "megacore" for alias in node.names]
+        owners = {alias.asname or alias.name for alias in ours}
+        names = [(alias.lineno, alias.name) for alias in ours]
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and dotted(node.value).split(".")[0] in owners:
+                names.append((node.lineno, node.attr))
+            if isinstance(node, ast.Call) and len(node.args) > 1 and dotted(node.args[0]).split(".")[0] in owners:
+                names.append((node.lineno, str(getattr(node.args[1], "value", ""))))
+        found += [f"{source.path}:{line} uses {n}: give it a public name" for line, n in names if re.match("_[^_]", n)]
+    return found

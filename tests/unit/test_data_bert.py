@@ -185,11 +185,11 @@ def test_packed_samples_are_the_stream_of_the_documents_without_waste(tmp_path: 
     made = dataset(indexed, "packed", seq_length=10, num_samples=40)
     text = made.text
     assert isinstance(text, BertText)
-    order = text._arrays["document_index"].tolist()
+    order = text.arrays["document_index"].tolist()
     stream = list(itertools.chain(*(units[d] for d in order)))
     numbers = list(itertools.chain(*([place] * len(units[d]) for place, d in enumerate(order))))
     for k in range(40):
-        window = int(text._arrays["shuffle_index"][k])
+        window = int(text.arrays["shuffle_index"][k])
         sample = made[k]
         assert sample["labels"].tolist() == stream[10 * window : 10 * window + 10]
         places = numbers[10 * window : 10 * window + 10]

@@ -45,10 +45,10 @@ BROKEN = [
 @pytest.fixture(params=[3, 17, 64])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few bytes, so that all kinds of places lie at their edges."""
-    monkeypatch.setattr(long_lines, "_PIECE", request.param)
-    monkeypatch.setattr(long_lines, "_LONG_STRING", 20)
-    monkeypatch.setattr(long_lines, "_LONGEST_COPY", 400)
-    monkeypatch.setattr("megacore.data.tokenizers.fast_bpe._WHOLE", 200)
+    monkeypatch.setattr(long_lines, "PIECE", request.param)
+    monkeypatch.setattr(long_lines, "LONG_STRING", 20)
+    monkeypatch.setattr(long_lines, "LONGEST_COPY", 400)
+    monkeypatch.setattr("megacore.data.tokenizers.fast_bpe.WHOLE", 200)
 
 
 def lines() -> list[bytes]:
@@ -92,7 +92,7 @@ def test_a_line_in_pieces_gives_what_it_gives_in_one(
             workers=workers,
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megacore.data.indexed.corpus._BLOCK", 50)
+            patch.setattr("megacore.data.indexed.corpus.BLOCK", 50)
             defaults = ("line", 1, 1 << 25, None, None, 1 << 23)
             patch.setattr("megacore.data.indexed.corpus.read_chunks.__defaults__", defaults)
             reports.append(preprocess(job, tokenizer, fast=fast, long_line_bytes=threshold))

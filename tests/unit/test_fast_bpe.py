@@ -62,7 +62,7 @@ def encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder:
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is encoded to prove that the encoders agree, which other tests show."""
-    monkeypatch.setattr(fast_bpe, "_PROBED", ())
+    monkeypatch.setattr(fast_bpe, "PROBED", ())
 
 
 @pytest.mark.slow
@@ -93,20 +93,20 @@ def test_words_have_the_ids_that_they_have_in_a_text(
     together: int, bits: int, pattern: str | None, trained: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few words have a place, and texts that are looked up together stay apart."""
-    monkeypatch.setattr(fast_bpe, "_TOGETHER", together)
-    monkeypatch.setattr(word_table, "_BITS", bits)
-    monkeypatch.setattr(word_table, "_MOST_WORDS", 50)
-    monkeypatch.setattr(word_table, "_LONGEST_WORD", 20)
+    monkeypatch.setattr(fast_bpe, "TOGETHER", together)
+    monkeypatch.setattr(word_table, "BITS", bits)
+    monkeypatch.setattr(word_table, "MOST_WORDS", 50)
+    monkeypatch.setattr(word_table, "LONGEST_WORD", 20)
     fast = encoder(changed(trained, pattern))
-    assert fast._words is not None
+    assert fast.words is not None
     random = Random(0)
     texts = ["".join(random.choices(PARTS, k=random.randrange(14))) for _ in range(1000)]
     ascii_texts = ["".join(random.choices([part for part in PARTS if part.isascii()], k=9)) for _ in range(1000)]
     assert fast.agrees([*texts, *ascii_texts])
     fast.encode("some words, of which there is a last one")  # the table may have been emptied
-    assert max(map(len, fast._words.words)) <= 20
+    assert max(map(len, fast.words.words)) <= 20
     if together == 1:
-        assert 0 < len(fast._words.words) <= 80  # the words of a text come after the limit is looked at
+        assert 0 < len(fast.words.words) <= 80  # the words of a text come after the limit is looked at
 
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3.pattern, UNKNOWN])
@@ -115,10 +115,10 @@ def test_a_long_text_is_encoded_in_parts(
 ) -> None:
     tokenizer = changed(trained, pattern)
     fast = encoder(tokenizer)
-    assert (fast._words is None) == (pattern == UNKNOWN)
+    assert (fast.words is None) == (pattern == UNKNOWN)
     assert fast.divides
     text = " ".join([*TEXTS, Path(__file__).read_text(), "no<|endoftext|> place "] * 2)
-    monkeypatch.setattr(fast_bpe, "_WHOLE", 40)
+    monkeypatch.setattr(fast_bpe, "WHOLE", 40)
     assert len(list(fast.encode_parts([text]))) > 50
     assert fast.encode(text).tolist() == tokenizer.encode(text)
     added = tokenizers.AddedToken("<mask>", lstrip=True, special=True)
@@ -135,7 +135,7 @@ def test_what_is_no_plain_byte_level_bpe_has_no_fast_encoder(trained: Tokenizer)
 
 def test_a_vocabulary_whose_ids_are_not_in_the_order_of_its_merges_has_none() -> None:
     """tiktoken would merge b and c of abc first."""
-    letters = {letter: number for number, letter in enumerate(fast_bpe._bytes_of_letters())}
+    letters = {letter: number for number, letter in enumerate(fast_bpe.bytes_of_letters())}
     backend = tokenizers.Tokenizer(models.BPE({**letters, "bc": 256, "ab": 257}, [("a", "b"), ("b", "c")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = JsonTokenizer(backend)

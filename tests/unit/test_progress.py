@@ -51,7 +51,7 @@ def test_a_terminal_has_one_display_for_all_bars_and_only_the_first_rank_has_any
 def test_saving_and_verifying_show_every_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     config = make_config((1, 1, 1), tmp_path, train_iters=1)
     make_trainer(config, Mesh(device=torch.device("cpu"))).run()
     (saved,) = published(tmp_path)

@@ -155,7 +155,7 @@ HOLD += "lock = WriterLock(Path(sys.argv[1])); print('held', flush=True); time.s
 
 
 def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", 0.2)
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as holder:
@@ -165,7 +165,7 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
             WriterLock(tmp_path / "run")
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    monkeypatch.setattr(lock_module, "_PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", 5.0)
     lock = WriterLock(tmp_path / "run")
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()

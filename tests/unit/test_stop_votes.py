@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,28 @@ from tests.unit.packaging_builds import ROOT
 TERM, INT, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of before are there again after a test."""
+    before = {number: signal.getsignal(number) for number in (TERM, INT, USR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("signals", "step", "stop"),
     [([0, 0, 0], 3, None), ([0, INT, 0], 3, "SIGINT"), ([INT, 0, USR2], 3, "SIGUSR2"), ([TERM, INT, 0], 3, "SIGTERM"),
      ([INT, 0, TERM], 4, "--exit-interval 2")],
 )  # fmt: skip
-def test_the_weightiest_reason_of_any_rank_is_the_decision(signals: list[int], step: int, stop: str | None) -> None:
+def test_the_weightiest_reason_of_any_rank_is_the_decision(
+    signals: list[int], step: int, stop: str | None, handlers: None
+) -> None:
     requests = [StopRequests(CheckpointConfig(exit_interval=2)) for _ in signals]
     for one, number in zip(requests, signals, strict=True):
-        one._signal = number
+        with one:
+            if number:
+                signal.raise_signal(number)
     votes = [one.votes(step, waiting=one is requests[1]) for one in requests]
     summed = [sum(column) for column in zip(*votes, strict=True)]
     assert requests[0].decision(summed) == Decision(stop=stop, some_rank_waits=True)

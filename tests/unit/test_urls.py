@@ -104,7 +104,7 @@ def test_a_dataset_is_downloaded_once_and_gives_the_same_samples(
         assert (sets[0][index]["tokens"] == sets[1][index]["tokens"]).all()
     copy = local_prefix(url, "cache")
     assert Path(copy).parent.parent == Path("cache/datasets")
-    monkeypatch.setattr(fetching, "_fetch", None)
+    monkeypatch.setattr(fetching, "fetch", None)
     assert local_prefix(url, "cache") == copy  # nothing is downloaded again
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_a_dataset_is_downloaded_once_and_gives_the_same_samples(
 def test_a_download_that_was_cut_off_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = corpus(tmp_path)
     url, size = upload(source, "corpus"), source.with_suffix(".bin").stat().st_size
-    monkeypatch.setattr(fetching, "_CHUNK", 100)
+    monkeypatch.setattr(fetching, "CHUNK", 100)
     read: list[int] = []
 
     class Cut(Exception):

@@ -301,7 +301,7 @@ def test_a_store_that_does_not_answer_holds_nothing_up(
 ) -> None:
     """torch waits for an answer over a connection that is cut for as long as TCP does, which is many minutes."""
     _, second = pair
-    monkeypatch.setattr(nodes, "_PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr(nodes, "PATIENCE", timedelta(seconds=0.1))
     back = threading.Event()
 
     class Cut:

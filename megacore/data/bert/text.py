@@ -147,8 +147,8 @@ class BertText:
         self._room = shape.seq_length - (2 if kind == "none" else 3)
         if kind in ("nsp", "sop"):
             build = partial(sentence_chunks, indexed, documents, target=self._room)
-            self._arrays = split.cached({"pairs": self._room}, build)
-            numbers = self._arrays["document"]
+            self.arrays = split.cached({"pairs": self._room}, build)
+            numbers = self.arrays["document"]
             if not len(numbers):
                 raise DataError(f"{indexed.idx_path}: no document of this split has two sentences")
             if kind == "nsp" and numbers[0] == numbers[-1]:
@@ -168,7 +168,7 @@ class BertText:
         size = extent(int(units.sum()), split.num_samples, shape.seq_length)
         description = {"packed": [shape.seq_length, size.epochs, size.windows, size.passes], "seed": split.seed}
         options = {"num_samples": split.num_samples, "seq_length": shape.seq_length, "seed": split.seed}
-        self._arrays = split.cached(description, lambda: build_indices(kept + documents.start, units, **options))
+        self.arrays = split.cached(description, lambda: build_indices(kept + documents.start, units, **options))
 
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
         """Sample `index`, drawn with the sample's random numbers; packed ones need none."""
@@ -181,15 +181,15 @@ class BertText:
     def documents_of(self, index: int) -> str:
         """The documents of sample `index`; the second segment of a pair may be another one's."""
         if self.kind == "packed":
-            window = int(self._arrays["shuffle_index"][index])
-            (first, _), (last, _) = self._arrays["sample_index"][window : window + 2].tolist()
-            numbers = ", ".join(str(number) for number in self._arrays["document_index"][first : last + 1].tolist())
+            window = int(self.arrays["shuffle_index"][index])
+            (first, _), (last, _) = self.arrays["sample_index"][window : window + 2].tolist()
+            numbers = ", ".join(str(number) for number in self.arrays["document_index"][first : last + 1].tolist())
             return f"documents {numbers} of {self._indexed.prefix}"
         number = int(self._order[index])
         if self.kind == "none":
             number = self._first + int(np.searchsorted(self._pieces, number, side="right"))
         else:
-            number = int(self._arrays["document"][number])
+            number = int(self.arrays["document"][number])
         return f"document {number} of {self._indexed.prefix}"
 
     def _tokens(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -206,7 +206,7 @@ class BertText:
     def _pair(self, index: int, rng: np.random.Generator) -> tuple[list[tuple[int, int]], int]:
         """The ranges of the two segments, and the label of the sentence task."""
         chunk, room = int(self._order[index]), self._room
-        bounds = self._bounds(int(self._arrays["first"][chunk]), int(self._arrays["stop"][chunk]))
+        bounds = self._bounds(int(self.arrays["first"][chunk]), int(self.arrays["stop"][chunk]))
         if rng.random() < self._shape.short_seq_prob:
             room = int(rng.integers(2, room + 1))
             last = int(np.searchsorted(bounds, bounds[-1] - room, side="right")) - 1  # from which on there is enough
@@ -230,11 +230,11 @@ class BertText:
 
     def _elsewhere(self, chunk: int, wanted: int, rng: np.random.Generator) -> tuple[int, int]:
         """Whole sentences of another document, with this number of tokens or a little more."""
-        documents = self._arrays["document"]
+        documents = self.arrays["document"]
         low, high = np.searchsorted(documents, documents[chunk] + np.arange(2)).tolist()
         other = int(rng.integers(len(documents) - (high - low)))
         other += high - low if other >= low else 0
-        first, stop = int(self._arrays["first"][other]), int(self._arrays["stop"][other])
+        first, stop = int(self.arrays["first"][other]), int(self.arrays["stop"][other])
         lengths = self._indexed.sequence_lengths[first:stop]
         real = np.flatnonzero(lengths)
         start = first + int(real[rng.integers(len(real))])
@@ -257,13 +257,13 @@ class BertText:
         return start, stop
 
     def _packed(self, index: int) -> Layout:
-        position, offset = self._arrays["sample_index"][int(self._arrays["shuffle_index"][index])].tolist()
+        position, offset = self.arrays["sample_index"][int(self.arrays["shuffle_index"][index])].tolist()
         length = self._shape.seq_length
         tokens, documents, begins = np.empty(length, np.int64), np.empty(length, np.int64), np.zeros(length, np.bool_)
         filled = number = 0
         while filled < length:
             number += 1
-            document = int(self._arrays["document_index"][position])
+            document = int(self.arrays["document_index"][position])
             size = self._fill(tokens[filled:], begins[filled:], document, offset)
             documents[filled : filled + size] = number
             filled, position, offset = filled + size, position + 1, 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TextUnit = Literal["line", "paragraph", "file"]
 CHUNK_BYTES = 1 << 20
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 _PLAIN_BLOCK = 1 << 16  # of a file as it is: malloc keeps memory of this size, and asks the system for larger ones
 MOST_DOCUMENT_BYTES = 1 << 25
 """Of one document that is tokenized at once, which takes up to 200 bytes of memory per byte."""
@@ -209,7 +209,7 @@ def read_chunks(
                 yield Chunk(source=path, first_line=line, data=b"", unit="json", file_bytes=seen - before, long=long)
                 line, long = line + 1, None
                 continue
-            searched = max(0, len(pending) - _BLOCK)
+            searched = max(0, len(pending) - BLOCK)
             pending += block
             if first:
                 if len(pending) < len(_BOM):
@@ -372,7 +372,7 @@ def _blocks(path: str, file: BufferedReader) -> Iterator[bytes]:
     try:
         if suffix == ".gz":
             with gzip.open(file, "rb") as unpacked:
-                yield from iter(lambda: unpacked.read(_BLOCK), b"")
+                yield from iter(lambda: unpacked.read(BLOCK), b"")
         elif suffix == ".zst":
             yield from _zstd_blocks(file)
         else:
@@ -386,7 +386,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     """Decompress all frames; zstandard's stream reader takes a cut-off file for a complete one."""
     compressed = b""
     decompressor = None
-    while compressed or (compressed := file.read(_BLOCK // 4)):
+    while compressed or (compressed := file.read(BLOCK // 4)):
         if decompressor is None:
             decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         yield decompressor.decompress(compressed)

@@ -20,8 +20,8 @@ from megacore.remote import RemotePath, is_url
 _REQUIRED = (".bin", ".idx")
 # The sidecar is believed only if it is the newest of the files: it comes last.
 _OPTIONAL = ("_loss_mask.bin", "_loss_mask.idx", ".json")
-_CHUNK = 8 << 20  # bytes
-_PATIENCE_SECONDS = 24 * 3600.0  # for another process of this node, which shows its progress
+CHUNK = 8 << 20  # bytes
+PATIENCE_SECONDS = 24 * 3600.0  # for another process of this node, which shows its progress
 
 
 def local_prefix(prefix: str, cache: str | None) -> str:
@@ -51,14 +51,14 @@ def local_prefix(prefix: str, cache: str | None) -> str:
             return copy
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / "lock", "a") as lock:  # the processes of a node download once
-            take_lock(lock.fileno(), patience=_PATIENCE_SECONDS)
-            _fetch({name: source for name, source in found.items() if not os.path.exists(copy + name)}, copy)
+            take_lock(lock.fileno(), patience=PATIENCE_SECONDS)
+            fetch({name: source for name, source in found.items() if not os.path.exists(copy + name)}, copy)
     except OSError as error:
         raise DataError(f"--data-path {prefix}: {error.filename or root}: {error.strerror or error}") from error
     return copy
 
 
-def _fetch(sources: dict[str, RemotePath], copy: str) -> None:
+def fetch(sources: dict[str, RemotePath], copy: str) -> None:
     """Download what is missing; each file gets its name when it is complete."""
     parts = {name: Path(f"{copy}{name}.part") for name in sources}
     sizes = {name: source.stat().st_size for name, source in sources.items()}
@@ -75,7 +75,7 @@ def _fetch(sources: dict[str, RemotePath], copy: str) -> None:
                 out.truncate(have[name])
                 out.seek(have[name])
                 file.seek(have[name])
-                while chunk := file.read(_CHUNK):
+                while chunk := file.read(CHUNK):
                     out.write(chunk)
                     progress.advance(len(chunk))
                 out.flush()

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 from megacore.data.indexed.documents import json_record, not_utf8, require_text
 from megacore.errors import DataError
 
-_PIECE = 1 << 20  # bytes that are read at once
-_LONG_STRING = 1 << 16  # bytes of a string that is not copied
-_LONGEST_COPY = 1 << 23  # bytes of a line without its long strings
+PIECE = 1 << 20  # bytes that are read at once
+LONG_STRING = 1 << 16  # bytes of a string that is not copied
+LONGEST_COPY = 1 << 23  # bytes of a line without its long strings
 _INSIDE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to the quote that ends a string
 _HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE = 6  # characters of \uXXXX
@@ -127,7 +127,7 @@ class LongLine:
             yield kept
 
     def _blocks(self, begin: int, end: int) -> Iterator[bytes]:
-        while block := self._read(begin, min(_PIECE, end - begin)):
+        while block := self._read(begin, min(PIECE, end - begin)):
             begin += len(block)
             yield block
 
@@ -155,12 +155,12 @@ class LongLine:
                     copy += block[place : quote or len(block)]
                     place = quote or len(block)
                     begin = offset + place if quote else -1
-                    if len(copy) > _LONGEST_COPY:
+                    if len(copy) > LONGEST_COPY:
                         return None
                     continue
                 match = _INSIDE.match(block, place)
                 assert match is not None, "the pattern matches nothing too"
-                if len(held) <= _LONG_STRING:
+                if len(held) <= LONG_STRING:
                     held += match[0]
                 place = match.end()
                 if place < len(block):
@@ -176,7 +176,7 @@ class LongLine:
     def _whole_escapes(self) -> Iterator[tuple[int, bytes]]:
         """Blocks that end with no unfinished escape, but for the last, and where they begin."""
         offset = 0
-        while block := self._read(offset, _PIECE):
+        while block := self._read(offset, PIECE):
             if (len(block) - len(block.rstrip(b"\\"))) % 2:
                 block += self._read(offset + len(block), 1)
             yield offset, block
@@ -240,7 +240,7 @@ class LongLine:
 
 def _end_string(copy: bytearray, spans: list[_Span], held: bytearray, begin: int, end: int, secret: str) -> None:
     """Add the content of a string to the copy, or the name of a long one."""
-    if len(held) <= _LONG_STRING:
+    if len(held) <= LONG_STRING:
         copy += held
         return
     name = f"{secret}-{len(spans)}".encode()

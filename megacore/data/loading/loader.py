@@ -186,7 +186,7 @@ class DeviceLoader(Generic[B]):
         self._loader, self._device = loader, device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._next: _Step[B] | Exception | None = None
-        self._current: _Step[B] | None = None
+        self.current: _Step[B] | None = None
 
     def __iter__(self) -> Iterator[list[B]]:
         return self
@@ -204,7 +204,7 @@ class DeviceLoader(Generic[B]):
             step.copied.wait()  # the stream that computes does, and not the program
         # The copying stream may write to a step's memory once it is let go, whether the computing one has read it or
         # not. So it is held until the next is due: by then the program has waited for the gradients of this one.
-        self._current, self.consumed_samples = step, step.consumed_samples
+        self.current, self.consumed_samples = step, step.consumed_samples
         return step.microbatches
 
     def prefetch(self) -> None:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: Mapping[str | None, NormalForm] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
-_PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
-_TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
+PROBED = (range(1, 0xD800), range(0xE000, 0x20000))  # code points; surrogates are no characters
+TOGETHER = 1 << 16  # characters of the texts whose words are looked up at once: what a core's cache holds
 _SHARES = 4  # of a comparison for each process, so that all end at about the same time
-_WHOLE = 1 << 18  # characters that are encoded at once, where a text can be divided
+WHOLE = 1 << 18  # characters that are encoded at once, where a text can be divided
 _PLACE = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
 
@@ -67,7 +67,7 @@ class FastEncoder:
     ) -> None:
         self._tokenizer, self._encoding, self._normal_form = tokenizer, encoding, normal_form
         self._special, self._strips_spaces = tuple(special), strips_spaces
-        self._words = None if division is None else WordTable(encoding.encode_ordinary, division)
+        self.words = None if division is None else WordTable(encoding.encode_ordinary, division)
         # One search rules out most texts: what all special tokens begin with.
         same = takewhile(lambda letters: len(set(letters)) == 1, zip(*special, strict=False))
         self._common = "".join(letters[0] for letters in same)
@@ -75,32 +75,32 @@ class FastEncoder:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of every text."""
         ids = dict[int, NDArray[np.uint32]]()
-        if self._words is not None:
-            short = ((number, text) for number, text in enumerate(texts) if len(text) <= _TOGETHER)
+        if self.words is not None:
+            short = ((number, text) for number, text in enumerate(texts) if len(text) <= TOGETHER)
             known = {number: text.encode() for number, text in short if self._is_plain(text)}
             ends = accumulate(map(len, known.values()))
-            for _, group in groupby(zip(known, ends, strict=True), lambda item: item[1] // _TOGETHER):
+            for _, group in groupby(zip(known, ends, strict=True), lambda item: item[1] // TOGETHER):
                 numbers = [number for number, _ in group]
-                found = self._words.encode_batch([known[number] for number in numbers])
+                found = self.words.encode_batch([known[number] for number in numbers])
                 ids.update(zip(numbers, found, strict=True))
         return [ids[number] if number in ids else self.encode(text) for number, text in enumerate(texts)]
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text."""
-        if len(text) > _WHOLE and self.divides:
+        if len(text) > WHOLE and self.divides:
             return np.concatenate(list(self.encode_parts([text])))
         return self._encode_part(text)
 
     def encode_parts(self, pieces: Iterable[str]) -> Iterator[NDArray[np.uint32]]:
         """The ids of a text that comes in pieces, a part at a time; only for an encoder that `divides`."""
-        return map(self._encode_part, _parts(pieces, _WHOLE))
+        return map(self._encode_part, _parts(pieces, WHOLE))
 
     def _encode_part(self, text: str) -> NDArray[np.uint32]:
         if not self._is_plain(text):
             return np.array(self._tokenizer.encode_batch([text])[0], np.uint32)
-        if self._words is None:
+        if self.words is None:
             return np.array(self._encoding.encode_ordinary(text), np.uint32)
-        return self._words.encode_batch([text.encode()])[0]
+        return self.words.encode_batch([text.encode()])[0]
 
     @cached_property
     def divides(self) -> bool:
@@ -185,7 +185,7 @@ def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
         import tiktoken
     except ImportError:
         return None
-    letters = _bytes_of_letters()
+    letters = bytes_of_letters()
     tokens = described.get("added_tokens", ())
     added = {token["content"] for token in tokens}
     strips = any(token.get("lstrip") or token.get("rstrip") for token in tokens)
@@ -200,7 +200,7 @@ def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
         return None
     division = DIVISIONS.get(pattern)
     new = partial(FastEncoder, tokenizer, encoding, sorted(added), form, strips_spaces=strips, division=division)
-    probes = list(characters(_PROBED, " {0}a{0}1{0}."))
+    probes = list(characters(PROBED, " {0}a{0}1{0}."))
     for token in ranks:
         with contextlib.suppress(UnicodeDecodeError):  # part of a character is no text by itself
             probes += (token.decode(), f"x{token.decode()}y")
@@ -234,7 +234,7 @@ def _pattern(described: dict[str, Any] | None) -> str | None:
     return None
 
 
-def _bytes_of_letters() -> dict[str, int]:
+def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)

@@ -154,10 +154,10 @@ LLAMA3 = _cl100k(r"\p{N}{1,3}", 3)
 QWEN2 = _cl100k(r"\p{N}", 1)
 DIVISIONS = {division.pattern: division for division in (GPT2, LLAMA3, QWEN2)}
 
-_MOST_WORDS = 1 << 18  # that are kept
-_LONGEST_WORD = 64  # bytes of a word that is kept
+MOST_WORDS = 1 << 18  # that are kept
+LONGEST_WORD = 64  # bytes of a word that is kept
 _INLINE = 15  # bytes of a word that the table holds
-_BITS = 17  # of a place in the table: 4 MB
+BITS = 17  # of a place in the table: 4 MB
 _COUNT_BITS = 32  # of the number of ids of a word, in a value of the dict
 _EMPTY = np.uint64(2**64 - 1)  # no word has this length
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93], np.uint64)
@@ -180,13 +180,13 @@ class WordTable:
         self._encode, self._division = encode, division
         self.words = dict[bytes, int]()  # where the ids of a word begin in `_ids`, and how many they are
         self._ids = array("I")
-        self._low = np.zeros(1 << _BITS, np.uint64)
-        self._high = np.full(1 << _BITS, _EMPTY, np.uint64)
-        self._value = np.zeros(1 << _BITS, np.int64)
+        self._low = np.zeros(1 << BITS, np.uint64)
+        self._high = np.full(1 << BITS, _EMPTY, np.uint64)
+        self._value = np.zeros(1 << BITS, np.int64)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         """The ids of texts in UTF-8."""
-        if len(self.words) >= _MOST_WORDS or len(self._ids) >= 16 * _MOST_WORDS:
+        if len(self.words) >= MOST_WORDS or len(self._ids) >= 16 * MOST_WORDS:
             self.words.clear()
             self._ids = array("I")
             self._high.fill(_EMPTY)
@@ -216,7 +216,7 @@ class WordTable:
         mixed = low * _FACTORS[0] ^ high * _FACTORS[1]
         mixed ^= mixed >> np.uint64(32)
         mixed *= _FACTORS[2]
-        slots = (mixed >> np.uint64(64 - _BITS)).view(np.int64)
+        slots = (mixed >> np.uint64(64 - BITS)).view(np.int64)
         values = self._value[slots]
         missing = np.flatnonzero((self._low[slots] != low) | (self._high[slots] != high))
         # Each word has two places, of which the second is the first of its neighbour.
@@ -247,6 +247,6 @@ class WordTable:
             ids = self._encode(word.decode())
             value = len(self._ids) << _COUNT_BITS | len(ids)
             self._ids.extend(ids)
-            if len(word) <= _LONGEST_WORD:
+            if len(word) <= LONGEST_WORD:
                 self.words[word] = value
         return value
