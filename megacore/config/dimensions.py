@@ -68,24 +68,14 @@ def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DI
         parallel: the resolved section of the configuration with the degrees.
         dimensions: the table.
     """
-    size = 1
-    # Of the usual table it is known before, as the planner asks millions of times.
-    for degree in _DEGREES[role] if dimensions is DIMENSIONS else _degrees_of_role(role, dimensions):
-        size *= degree if isinstance(degree, int) else getattr(parallel, degree)
-    return size
+    degrees = [d.degree for d in dimensions if d.divides in ROLES[role]]
+    return math.prod(degree if isinstance(degree, int) else getattr(parallel, degree) for degree in degrees)
 
 
 def shard_ranks(parallel: Any) -> int:
     """The number of ranks over which ZeRO shards; argument as for `ranks_of_role`."""
     given: int | None = parallel.zero_shard_size
     return ranks_of_role("replicas", parallel) if given is None or parallel.zero_stage == 0 else given
-
-
-def _degrees_of_role(role: str, dimensions: Sequence[Dimension]) -> list[str | int]:
-    return [d.degree for d in dimensions if d.divides in ROLES[role]]
-
-
-_DEGREES: Mapping[str, list[str | int]] = {role: _degrees_of_role(role, DIMENSIONS) for role in ROLES}
 
 
 def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:

@@ -226,11 +226,11 @@ class Section:
     @functools.cached_property  # what tries other values of a few fields asks all sections
     def set_fields(self) -> list[str]:
         """Fields with neither their default nor that of an earlier version, which its files have written out."""
-        former = self.former_defaults
+        former, values = self.former_defaults, self.__dict__
         return [
             name
             for name, info in self.infos.items()
-            if (value := getattr(self, name)) != info.default and (name not in former or value != former[name])
+            if (value := values[name]) != info.default and (name not in former or value != former[name])
         ]
 
     def violated(self, c: Settings) -> Iterator[str]:

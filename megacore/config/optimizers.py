@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
@@ -125,7 +124,7 @@ class OptimizerSettings(Section):
         """Whether there may be such parameters at all; they need --tp 1."""
         return type(self).takes_whole is not OptimizerSettings.takes_whole
 
-    @cached_property
+    @property
     def bytes_per_parameter(self) -> float:
         """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
         return max(self.bytes_of(whole=whole) for whole in (False, True))

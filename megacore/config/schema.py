@@ -12,7 +12,6 @@ configuration is refused before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_type_hints
@@ -300,12 +299,12 @@ class ResolvedConfig(Config):
         """Samples of one microbatch on all replicas together."""
         return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
 
-    @functools.cached_property
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step on each replica, once the batch has its full size."""
         return self.training.global_batch_size // self.replica_batch_size
 
-    @functools.cached_property  # the planner asks millions of times
+    @property
     def rank_positions(self) -> int:
         """Positions of each sequence that a rank computes."""
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
