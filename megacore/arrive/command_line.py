@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from megacore.arrive.rows import Foreign, Value
 from megacore.arrive.translation import Run, Translation, translate_settings
 from megacore.config.fields import FieldInfo
 from megacore.config.given import ForeignSetting, Given
-from megacore.config.other_trainers import Build, ForeignValue, OtherTrainers
+from megacore.config.other_trainers import ForeignValue, OtherTrainers
 from megacore.config.schema import Config
 
 _MEGATRON, _MEGATRON_PAGE = "Megatron-LM", "docs/guides/coming-from-megatron.md"
@@ -106,19 +106,19 @@ class _Known(OtherTrainers):
     def defaults(self, flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return megatron_script.defaults(flags, given)
 
-    def note_of_defaults(self, flags: Given) -> str:
+    def note_of_defaults(self, flags: Given, defaults: str) -> str:
         name = megatron_script.names_of(flags)[0]
         of_script = f"these are the flags of a {_MEGATRON} script ({name}); what it leaves out is as there"
-        return f"{of_script}: {{}} ({_MEGATRON_PAGE})"
+        return f"{of_script}: {defaults} ({_MEGATRON_PAGE})"
 
-    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
-        config = build({**of_file, **flags.values})
+    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Callable[[], Config], world_size: int) -> None:
+        config = build()
         if megatron_script.names_of(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
             del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
             flags.idle.setdefault(_MEGATRON, []).append("--sequence-parallel (with --tp 1)")
         if flags.foreign:
             translate_settings(flags, {**of_file, **flags.values}, config, world_size)
-            config = build({**of_file, **flags.values})
+            config = build()
         megatron_script.leave_out_unread(flags, config)
 
     def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:

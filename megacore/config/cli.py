@@ -21,28 +21,18 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config.dimensions import degree_fields
-from megacore.config.fields import field_infos
 from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
-from megacore.config.launch_notes import (
-    defaults_of_another_trainer,
-    kept_although_derived,
-    kept_from_checkpoint,
-    naming_defaults,
-    overridden_preset,
-)
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
-from megacore.config.model import ModelConfig
 from megacore.config.no_effect import without_effect
 from megacore.config.nodes import launched_processes, launcher_number
-from megacore.config.optimizer import OptimizerConfig
-from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.solve import Searched
+from megacore.config.sources import Sources, built
 from megacore.config.spelling import fields_in
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import Validation, degrees_product
@@ -163,8 +153,8 @@ def given_values(
 ) -> tuple[Mapping[str, Any], Sequence[str]]:
     """The values by field that a command line and its files set, those of other trainers' flags among them, and what is
     wrong with them; arguments as for `parse_config`."""
-    reading = _read(argv, _Process(0, 0, 1), with_registered(kind), shape, is_planned=True)
-    return reading.given, reading.problems
+    sources = _sources(argv, with_registered(kind), shape, is_planned=True)
+    return sources.given, sources.flags.problems
 
 
 def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
@@ -175,7 +165,7 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
     """
     kind = with_registered(kind)
     given = read_toml(path, kind)
-    config = _build(kind, _with_defaults(kind, given.values))
+    config = built(kind, given.values)
     problems = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
     problems += config.wrong_fields(frozenset()).values()
     if given.problems or problems:
@@ -232,7 +222,7 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     alone = _Process(0, 0, 1)
     if help_topic(argv) is not None or "--version" in argv:
         return alone
-    config = _read(argv, alone, kind, shape, is_planned=True).config
+    config = _sources(argv, kind, shape, is_planned=True).config()
     ranks = degrees_product(config)
     has_derived = any(getattr(config.parallel, name) is None for name in degree_fields())
     if started > 1 and (started == ranks or (has_derived and started % ranks == 0)):
@@ -252,7 +242,6 @@ class _Reading(Generic[C]):
         notes: what to tell the user although nothing is wrong.
         source: path of the configuration file; None if none is given, or it cannot be read.
         translated: settings of other trainers and the flags that they became, by where they come from.
-        given: values by field that flags and files set, with the translated ones.
         typed: values by field that flags of this program set.
     """
 
@@ -263,23 +252,19 @@ class _Reading(Generic[C]):
     notes: list[str]
     source: str | None
     translated: dict[str, dict[str, str]]
-    given: Mapping[str, Any]
     typed: Mapping[str, Any]
 
 
-def _read(
+def _sources(
     argv: Sequence[str],
-    process: _Process,
     kind: type[C],
     shape: Shape | None = None,
     continued: Shape | None = None,
     *,
     is_planned: bool = False,
-    files_elsewhere: bool = False,
-    searched: Searched | None = None,
-    computes_on_cpu: Callable[[str], bool] | None = None,
+    world_size: int = 1,
     optimizer: str | None = None,
-) -> _Reading[C]:
+) -> Sources[C]:
     flags = read_flags(argv, kind, optimizer=optimizer)
     typed = dict(flags.values)
     _save_in_directory(flags)
@@ -288,108 +273,72 @@ def _read(
     path = flags.values.pop(CONFIG_INFO.name, None)
     file = Given() if path is None else read_toml(path, kind)
     _save_in_directory(file)
-    given = {**file.values, **flags.values}
-    shape_values, shape_problems = _shape_values(shape, given)
-    theirs = others.defaults(flags, given)
-    former = {} if continued is None else {k: v for k, v in continued(given).items() if k not in shape_values}
+    given, problems, shaped = {**file.values, **flags.values}, list[str](), dict[str, Any]()
+    try:
+        shaped = {} if shape is None else dict(shape(given))
+    except UserError as error:
+        problems.append(str(error))
+    sources = Sources(
+        kind=kind,
+        flags=flags,
+        typed=typed,
+        file=file,
+        path=path,
+        shape=shaped,
+        former={} if continued is None else {k: v for k, v in continued(given).items() if k not in shaped},
+        theirs=others.defaults(flags, given),
+        problems=problems,
+        notes=notes,
+    )
+    others.translate(flags, file.values, sources.config, world_size)
+    if not flags.by_optimizer:
+        return sources
+    chosen = sources.config().optimizer.optimizer  # now it is known which
+    return _sources(argv, kind, shape, continued, is_planned=is_planned, world_size=world_size, optimizer=chosen)
 
-    def build(given: Mapping[str, Any]) -> C:
-        return _build(kind, _with_defaults(kind, {**shape_values, **given}, theirs=theirs, continued=former))
 
-    def build_alone(values: Mapping[str, Any]) -> C:
-        return _build(kind, _with_defaults(kind, values))
-
-    others.translate(flags, file.values, build, process.world_size)
-    given = {**file.values, **flags.values}
-    config = build(given)
-    if flags.by_optimizer:  # now it is known which
-        return _read(
-            argv,
-            process,
-            kind,
-            shape,
-            continued,
-            is_planned=is_planned,
-            files_elsewhere=files_elsewhere,
-            searched=searched,
-            computes_on_cpu=computes_on_cpu,
-            optimizer=config.optimizer.optimizer,
-        )
+def _read(
+    argv: Sequence[str],
+    process: _Process,
+    kind: type[C],
+    shape: Shape | None,
+    continued: Shape | None,
+    *,
+    is_planned: bool,
+    files_elsewhere: bool,
+    searched: Searched | None,
+    computes_on_cpu: Callable[[str], bool] | None,
+) -> _Reading[C]:
+    sources = _sources(argv, kind, shape, continued, is_planned=is_planned, world_size=process.world_size)
+    flags, file = sources.flags, sources.file
+    config = sources.config()
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
-    unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = list(flags.problems)
     if not process.problems:
-        on_cpu = None if computes_on_cpu is None else computes_on_cpu(config.parallel.device)
         validation = Validation(
             config=config,
             world_size=process.world_size,
-            unread=unread,
+            unread=frozenset((file_unread - flags.values.keys()) | flags.unread),
             follows_degrees=process.follows_degrees,
             searched=searched,
-            on_cpu=on_cpu,
+            on_cpu=None if computes_on_cpu is None else computes_on_cpu(config.parallel.device),
             further=partial(_idle_flags, flags),
         ).of_start()
         config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
-        found = validation.messages()
-        by_default = {name: value for name, value in theirs.items() if name not in {**given, **former}}
-        problems = problems + [naming_defaults(one, by_default) for one in found]
+        problems += map(sources.naming_defaults, validation.messages())
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
-    meeting = _unknown_address(process)
-    local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
-    notes += overridden_preset(kind, flags, file, path)
-    if config.has_whole_backwards:
-        notes.append(
-            "--schedule zero-bubble: --recompute full would compute a block again for each of its operators, so that "
-            "backward is not split; the schedule is 1F1B"
-        )
-    if not problems and not local_problems:
-        notes += kept_although_derived(build_alone, flags, file, path)
-        usual = build_alone({**shape_values, **given})
-        notes += flags.notes + flags.translation_notes()
-        notes += defaults_of_another_trainer(flags, theirs.keys() - former.keys(), config, usual)
-        notes += kept_from_checkpoint(former, config, usual)
-    source = None if path is None or file.unread.issuperset(all_fields(kind)) else path
-    return _Reading(config, process.world_size, problems, local_problems, notes, source, flags.translated, given, typed)
-
-
-def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """The defaults that `shape` returns, and why it refuses the given values."""
-    try:
-        return ({} if shape is None else shape(given)), []
-    except UserError as error:
-        return {}, [str(error)]
-
-
-def _with_defaults(
-    kind: type[Config],
-    given: Mapping[str, Any],
-    *,
-    theirs: Mapping[str, Any] | None = None,
-    continued: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The given values over those of a checkpoint that is continued, the preset, and the entry point's defaults.
-
-    A preset or default that has no effect beside the given values is left out, because `Section.without_effect` would
-    take it for a given one.
-
-    Args:
-        kind: the entry point's kind of configuration.
-        given: values by field, from flags and file.
-        theirs: the defaults of another trainer for one of its scripts.
-        continued: settings of the run that is continued.
-    """
-    preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
-    if given.get("tokenizer") is not None:
-        preset.pop("vocab_size", None)
-    defaults = {**kind.defaults({**preset, **given}), **(theirs or {}), **preset, **(continued or {})}
-    values = {**defaults, **given}
-    idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
-    chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
-    read = {chosen, *(OPTIMIZERS[chosen].shares if chosen in OPTIMIZERS else ())}
-    for name, settings in OPTIMIZERS.items():
-        idle.update(field_infos(settings) if name not in read else ())
-    return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
+    local_problems = [*process.problems, *_unknown_address(process), *file.problems, *on_disk, *sources.problems]
+    return _Reading(
+        config=config,
+        world_size=process.world_size,
+        problems=problems,
+        local_problems=local_problems,
+        notes=[] if problems or local_problems else list(sources.all_notes(config)),
+        source=None if file.unread.issuperset(all_fields(kind)) else sources.path,
+        translated=flags.translated,
+        typed=sources.typed,
+    )
 
 
 def _unknown_address(process: _Process) -> list[str]:
@@ -437,15 +386,6 @@ def _save_in_directory(given: Given) -> None:
             f"--save {save} and --output-dir {output} contradict each other, as a directory of checkpoints is the "
             "output directory: give one of them, or --save URL for checkpoints in an object store"
         )
-
-
-def _build(kind: type[C], values: Mapping[str, Any]) -> C:
-    """A configuration from values by field. A required field without a value is None, which `validate` reports."""
-    sections = {
-        name: section(**{k: values.get(k) for k, info in field_infos(section).items() if k in values or info.required})
-        for name, section in sections_of(kind).items()
-    }
-    return kind(**sections)  # type: ignore[arg-type]
 
 
 def _call(hook: Callable[[Any], T] | None, config: Config, reading: _Reading[Any]) -> T | None:

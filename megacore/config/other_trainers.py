@@ -16,9 +16,6 @@ from megacore.config.fields import FieldInfo
 from megacore.config.given import ForeignSetting, Given
 from megacore.config.schema import Config
 
-Build = Callable[[Mapping[str, Any]], Config]
-"""Makes a configuration of values by field."""
-
 
 class ForeignValue(NamedTuple):
     """A value of megacore's that another trainer writes in another way.
@@ -96,17 +93,17 @@ class OtherTrainers:
         """
         return {}
 
-    def note_of_defaults(self, flags: Given) -> str:
-        """The note on the defaults of another trainer that a command line has, with {} where they are named."""
-        return "{}"
+    def note_of_defaults(self, flags: Given, defaults: str) -> str:
+        """The note on the defaults of another trainer that a command line has."""
+        return defaults
 
-    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Build, world_size: int) -> None:
+    def translate(self, flags: Given, of_file: Mapping[str, Any], build: Callable[[], Config], world_size: int) -> None:
         """Turn the settings of other trainers into fields, and leave out what they do not read.
 
         Args:
             flags: the command line, which receives the fields, and what is wrong with the settings.
             of_file: values of --config.
-            build: makes a configuration of the values of both.
+            build: makes the configuration of all sources, as far as they are translated.
             world_size: the number of processes.
         """
 

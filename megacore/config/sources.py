@@ -1,0 +1,172 @@
+"""Where the values of a configuration come from, and what a user is told of those that no flag sets.
+
+Each source counts more than those before it: defaults of the entry point < those of another trainer, for its scripts <
+--preset < the run that is continued < a file that describes the model < --config < flags.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from megacore.config.fields import field_infos
+from megacore.config.given import Given
+from megacore.config.messages import number
+from megacore.config.model import ModelConfig
+from megacore.config.optimizer import OptimizerConfig
+from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.other_trainers import other_trainers
+from megacore.config.schema import Config, sections_of
+from megacore.config.spelling import flag_and_value
+
+C = TypeVar("C", bound=Config)
+
+# Fields that a resolved file contains although they follow from others, and what they follow to.
+_DERIVED: Mapping[str, Callable[[Config], Any]] = {
+    "num_query_groups": lambda config: config.model.query_groups,
+    "kv_channels": lambda config: config.model.head_size,
+    "ffn_hidden_size": lambda config: config.model.inner_size,
+    "max_position_embeddings": lambda config: config.model.max_position_embeddings or config.data.seq_length,
+    "min_lr": lambda config: config.optimizer.end_lr,
+    "lr_decay_iters": lambda config: config.lr_decay_iters,
+}
+
+
+def built(kind: type[C], given: Mapping[str, Any], **defaults: Mapping[str, Any]) -> C:
+    """A configuration of values by field. A required field without a value is None, which `validate` reports.
+
+    A default or a value of a preset that has no effect beside the given values is left out, as a rule would take it for
+    a given one.
+
+    Args:
+        kind: the entry point's kind of configuration.
+        given: values that count most.
+        defaults: values of `theirs`, below the preset, and of `former`, above it.
+    """
+    preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
+    if given.get("tokenizer") is not None:
+        preset.pop("vocab_size", None)
+    theirs, former = defaults.get("theirs", {}), defaults.get("former", {})
+    below = {**kind.defaults({**preset, **given}), **theirs, **preset, **former}
+    values = {**below, **given}
+    idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
+    chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
+    read = {chosen, *(OPTIMIZERS[chosen].shares if chosen in OPTIMIZERS else ())}
+    for name, settings in OPTIMIZERS.items():
+        idle.update(field_infos(settings) if name not in read else ())
+    values = {**{k: v for k, v in below.items() if k not in idle}, **given}
+    sections = {
+        name: section(**{k: values.get(k) for k, info in field_infos(section).items() if k in values or info.required})
+        for name, section in sections_of(kind).items()
+    }
+    return kind(**sections)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources(Generic[C]):
+    """What each source sets, by field.
+
+    Attributes:
+        kind: the entry point's kind of configuration.
+        flags: the command line; settings of other trainers become values of it.
+        typed: values by field that flags of this program set.
+        file: --config.
+        path: of that file; None: it is not given.
+        shape: of a file that describes the model.
+        former: settings of the run that is continued.
+        theirs: defaults of another trainer.
+        problems: why a file that describes the model is refused.
+        notes: on flags that are read otherwise than they are written.
+    """
+
+    kind: type[C]
+    flags: Given
+    typed: Mapping[str, Any]
+    file: Given = field(default_factory=Given)
+    path: str | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    former: Mapping[str, Any] = field(default_factory=dict)
+    theirs: Mapping[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values of --config and flags."""
+        return {**self.file.values, **self.flags.values}
+
+    def config(self) -> C:
+        """The configuration that all sources give together, which may be invalid."""
+        return built(self.kind, {**self.shape, **self.given}, theirs=self.theirs, former=self.former)
+
+    def all_notes(self, config: C) -> Iterator[str]:
+        """What to tell the user of a configuration that is valid."""
+        yield from self.notes
+        yield from self._overridden_preset()
+        if config.has_whole_backwards:
+            yield (
+                "--schedule zero-bubble: --recompute full would compute a block again for each of its operators, so "
+                "that backward is not split; the schedule is 1F1B"
+            )
+        yield from self._kept_although_derived()
+        yield from self.flags.notes
+        yield from self.flags.translation_notes()
+        usual = built(self.kind, {**self.shape, **self.given})
+        if changed := ", ".join(_changes(sorted(self.theirs.keys() - self.former.keys()), config, usual)):
+            yield other_trainers().note_of_defaults(self.flags, changed)
+        if changed := ", ".join(_changes(self.former, config, usual)):
+            yield f"--load keeps settings of the run that it continues: {changed}"
+
+    def _overridden_preset(self) -> Iterator[str]:
+        """That the file overrides parts of a preset that a flag asks for."""
+        flags, file = self.flags.values, self.file.values
+        preset = self.kind.presets.get(flags.get("preset") or "", {})
+        changed = [
+            f"{name} {file[name]} (preset: {value})"
+            for name, value in preset.items()
+            if name not in flags and file.get(name, value) != value
+        ]
+        if changed:
+            yield f"--config {self.path} overrides --preset {flags['preset']}: {', '.join(changed)}"
+
+    def _kept_although_derived(self) -> Iterator[str]:
+        """The fields that followed from others in the run that wrote the file, and that flags would change."""
+        kept = [name for name in _DERIVED if name in self.file.values and name not in self.flags.values]
+        if not kept:
+            return
+        others = {name: value for name, value in self.file.values.items() if name not in kept}
+        # None is given, so that no preset sets it.
+        there, here = built(self.kind, others), built(self.kind, {**others, **self.flags.values, **dict.fromkeys(kept)})
+        for name in () if there.model.problems() else kept:
+            value, derived = self.file.values[name], _DERIVED[name](here)
+            if value == _DERIVED[name](there) != derived:
+                yield (
+                    f"--config {self.path} sets {flag_and_value(name, value)}: {flag_and_value(name, None)} derives it "
+                    f"from the other flags, which gives {derived}"
+                )
+
+    def naming_defaults(self, problem: str) -> str:
+        """A problem that tells which of the values in it nobody gave, because they are defaults of Megatron-LM."""
+        for name, value in self.theirs.items():
+            if name not in self.given and name not in self.former:
+                text = flag_and_value(name, value)
+                problem = re.sub(rf"^{re.escape(text)}(?= )", f"{text} (Megatron-LM's default)", problem)
+        return problem
+
+
+def _changes(names: Iterable[str], config: Config, usual: Config) -> Iterator[str]:
+    """Fields with their values in two configurations, where they differ once both are resolved. A precision is not
+    among them: it depends on the device, and the launch summary shows it."""
+    for name in names:
+        here, there = _resolved_value(name, config), _resolved_value(name, usual)
+        if here != there and name != "precision":
+            shown = number(there) if isinstance(there, int | float) else str(there)
+            yield flag_and_value(name, here) + ("" if there is None else f" instead of {shown}")
+
+
+def _resolved_value(name: str, config: Config) -> Any:
+    if name == "eval_iters":
+        return config.eval_iters
+    return _DERIVED[name](config) if name in _DERIVED else config.value(name)
