@@ -577,7 +577,7 @@ class _Inlet:
             self.parameter.grad = None
         elif not self.bucket.in_place:
             self.bucket.add(self._member, gradient)
-            self.parameter.grad = None
+            self.parameter.grad = gradient = None  # its memory is free before a reduction takes some
             self._arrived()
 
     def _take_term(self, parameter: ShardedParameter, gradient: Tensor) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from megacore.parallel.mesh import build_mesh
 from megacore.plan.state import state_bytes
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import TrainStep
-from megacore.zero.bucket import Bucket
+from megacore.zero.bucket import Bucket, Member
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
@@ -174,3 +175,22 @@ def test_a_model_that_is_dropped_frees_its_memory_at_once(precision: str, tmp_pa
         assert parameter() is None
     finally:
         gc.enable()
+
+
+def test_no_gradient_is_left_when_its_bucket_is_reduced(tmp_path: Path) -> None:
+    """The one that completes a bucket may be the largest; the reduction takes memory."""
+    trainer = trainer_of((1, 1, 1), tmp_path, precision="bf16")
+    added: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def add(bucket: Bucket, member: Member, gradient: Tensor, *, real: Any = Bucket.add) -> None:
+        added.append(weakref.ref(gradient))
+        real(bucket, member, gradient)
+
+    def reduce(bucket: Bucket, *, real: Any = Bucket.reduce) -> None:
+        left.append(sum(gradient() is not None for gradient in added))
+        real(bucket)
+
+    with mock.patch.object(Bucket, "add", add), mock.patch.object(Bucket, "reduce", reduce):
+        trainer.train_step(next(trainer.batches))
+    assert len(added) > len(left) > 3 and not any(left)
