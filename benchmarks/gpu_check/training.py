@@ -36,6 +36,7 @@ from megacore.models.flops import block_flops, flops_per_sequence, head_flops
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
 from megacore.plan.memory import plan_memory
+from megacore.train.callbacks import Callback
 from megacore.train.metrics import device_name, peak_memory_bytes, synchronize
 from megacore.train.peaks import peak_tflops
 from megacore.train.trainer import Trainer
@@ -107,7 +108,7 @@ def trainer_of(config: ResolvedConfig, device: torch.device) -> Iterator[Trainer
     try:
         yield trainer
     finally:
-        trainer.callbacks.on_stop(None)
+        trainer.callbacks.call(Callback.on_stop, None)
         del trainer
         _free(device)
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 if TYPE_CHECKING:
     from megacore.checkpoint import Saved
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megacore.train.parallelize import ParallelModel
     from megacore.train.rollback import Rollback
     from megacore.train.step import StepResult
+
+P = ParamSpec("P")
 
 
 class Event(NamedTuple):
@@ -133,59 +135,22 @@ class Callbacks:
     def __init__(self, run: Run, members: Sequence[Callback]) -> None:
         self._run, self.members = run, list(members)
 
-    def on_step_begin(self, step: int) -> None:
-        """See `Callback`, as for all methods."""
+    def call(self, moment: Callable[Concatenate[Any, Run, P], None], *about: P.args, **named: P.kwargs) -> None:
+        """Call a method of every member: `callbacks.call(Callback.on_save, saved)`."""
         for member in self.members:
-            member.on_step_begin(self._run, step)
-
-    def on_step_end(self, result: StepResult) -> None:
-        """A step is done."""
-        for member in self.members:
-            member.on_step_end(self._run, result)
+            getattr(member, moment.__name__)(self._run, *about, **named)
 
     def figures(self) -> dict[str, float]:
         """What the members add to the record of a step."""
         return {key: figure for member in self.members for key, figure in member.figures(self._run).items()}
 
-    def on_log(self, record: Mapping[str, Any]) -> None:
-        """A step is logged."""
-        for member in self.members:
-            member.on_log(self._run, record)
-
-    def on_evaluate(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done."""
-        for member in self.members:
-            member.on_evaluate(self._run, record)
-
-    def before_save(self) -> None:
-        """A checkpoint is about to be written."""
-        for member in self.members:
-            member.before_save(self._run)
-
-    def on_save(self, saved: Saved) -> None:
-        """A checkpoint is published."""
-        for member in self.members:
-            member.on_save(self._run, saved)
-
-    def on_rollback(self, rollback: Rollback, reason: str) -> None:
-        """The run is back at an earlier step."""
-        for member in self.members:
-            member.on_rollback(self._run, rollback, reason)
-
     def emit(self, kind: str, **values: Any) -> None:
         """Something else happened."""
-        event = Event(self._run.step, kind, values)
-        for member in self.members:
-            member.on_event(self._run, event)
+        self.call(Callback.on_event, Event(self._run.step, kind, values))
 
     def say(self, text: str) -> None:
         """Tell the user something."""
         self.emit("message", text=text)
-
-    def on_stop(self, reason: str | None) -> None:
-        """The run is over."""
-        for member in self.members:
-            member.on_stop(self._run, reason)
 
     def on_error(self, error: BaseException) -> None:
         """The run ends with an exception, which no other one hides: an exception in a callback is printed."""

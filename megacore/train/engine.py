@@ -251,7 +251,7 @@ class PipelineEngine:
     def _step(self) -> Iterator[None]:
         """Marks a step for the watchdog and the callbacks."""
         number = self.step + 1
-        self._callbacks.on_step_begin(number)
+        self._callbacks.call(Callback.on_step_begin, number)
         watchdog().begin_step(number, self.config, self.mesh)
         try:
             yield
@@ -314,7 +314,7 @@ class PipelineEngine:
         elif result.spike is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
-        self._callbacks.on_step_end(result)
+        self._callbacks.call(Callback.on_step_end, result)
         return result
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
@@ -336,7 +336,9 @@ class PipelineEngine:
             )
         self.task.metric = metric
         mean = float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
-        self._callbacks.on_evaluate({"step": self.step, "eval/loss" if metric is None else "eval/metric": mean})
+        self._callbacks.call(
+            Callback.on_evaluate, {"step": self.step, "eval/loss" if metric is None else "eval/metric": mean}
+        )
         return mean
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
@@ -369,12 +371,12 @@ class PipelineEngine:
         Args:
             values: by name; docs/reference/metrics.md has the names that GPT's trainer uses.
         """
-        self._callbacks.on_log({"step": self.step, **values, **self._callbacks.figures()})
+        self._callbacks.call(Callback.on_log, {"step": self.step, **values, **self._callbacks.figures()})
 
     def close(self) -> None:
         """End the callbacks, close the trackers, wait for all ranks and leave the job; the last thing to do."""
         with section(Phase.EXIT):
-            self._callbacks.on_stop(self.stop_reason)
+            self._callbacks.call(Callback.on_stop, self.stop_reason)
             self.model.data_parallel.ready()  # a gloo group that ends before its last message may never end
             leave(self.mesh)
         watchdog().end()
@@ -436,7 +438,7 @@ class PipelineEngine:
             SilentCorruption: replicas differ, and nothing is written; on every rank.
             TrainingDiverged: a weight or a moment is not finite.
         """
-        self._callbacks.before_save()
+        self._callbacks.call(Callback.before_save)
         self.train_steps.require_finite()
         saver = CheckpointSaver(self.config.saving_to(str(directory)), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
@@ -446,7 +448,7 @@ class PipelineEngine:
         assert saved is not None
         for note in saved.notes if self.mesh.world.rank == 0 else ():
             warnings.warn(f"{note}; the checkpoint itself is whole", stacklevel=2)
-        self._callbacks.on_save(saved)
+        self._callbacks.call(Callback.on_save, saved)
         return saved.path
 
     def load(self, directory: Location | str) -> None:

@@ -12,7 +12,7 @@ from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
-from megacore.train.callbacks import Callbacks
+from megacore.train.callbacks import Callback, Callbacks
 
 
 class Saving:
@@ -137,4 +137,4 @@ class Saving:
         if saved is None:
             return
         self._saved_step, self.newest, self.updates = saved.step, saved.path, saved.updates
-        self._callbacks.on_save(saved)
+        self._callbacks.call(Callback.on_save, saved)

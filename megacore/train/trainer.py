@@ -114,7 +114,7 @@ class Trainer:
                 self.model.data_parallel.ready()  # with gloo a message whose tensor is freed blocks all later ones
                 stopped = self.decision.stop if self.step < self.config.training.train_iters else None
                 self.say(self._summary(stopped))
-                self.callbacks.on_stop(stopped)
+                self.callbacks.call(Callback.on_stop, stopped)
         except BaseException as error:
             self.callbacks.on_error(error)
             raise
@@ -183,7 +183,7 @@ class Trainer:
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
         watchdog().begin_step(number, self.config, self.mesh)
-        self.callbacks.on_step_begin(number)
+        self.callbacks.call(Callback.on_step_begin, number)
         self.train_steps.compute_gradients(microbatches)
         with self.clock.fetching():
             self.batches.prefetch()  # while an accelerator computes
@@ -196,7 +196,7 @@ class Trainer:
             raise
         self.decision = self.stop_requests.decision(result.votes)
         watchdog().end_step()
-        self.callbacks.on_step_end(result)
+        self.callbacks.call(Callback.on_step_end, result)
         return result
 
     @property
@@ -237,8 +237,8 @@ class Trainer:
         self.saving.updates = self.update.updates
         self.consumed_samples = rollback.stop_sample
         self.batches = self._batches()
-        self.callbacks.on_rollback(rollback, spike)
-        self.callbacks.before_save()
+        self.callbacks.call(Callback.on_rollback, rollback, spike)
+        self.callbacks.call(Callback.before_save)
         self.saving.save_again(self.state())
         return True
 
@@ -252,7 +252,7 @@ class Trainer:
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
         further = {**self.train_steps.figures(), **self.rollbacks.figures(), **self.callbacks.figures()}
-        self.callbacks.on_log({**self._position(), **figures, **further})
+        self.callbacks.call(Callback.on_log, {**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
@@ -267,7 +267,7 @@ class Trainer:
             evaluation = self.train_steps.evaluate(self._on_device(microbatches) for microbatches in batches)
             means = term_means(names, evaluation.means, evaluation.counts, losses=losses)
             record |= {f"eval/{of}/{name}" if of else f"eval/{name}": mean for name, mean in means.items()}
-        self.callbacks.on_evaluate({**self._position(), **record})
+        self.callbacks.call(Callback.on_evaluate, {**self._position(), **record})
         return next(iter(record.values()))
 
     def save(self, *, is_last: bool = True) -> None:
@@ -284,7 +284,7 @@ class Trainer:
             self._owes_save = True
             return
         self._owes_save = False
-        self.callbacks.before_save()
+        self.callbacks.call(Callback.before_save)
         self.train_steps.require_finite()
         doubt = self.train_steps.doubt()
         if doubt is not None and not is_last:

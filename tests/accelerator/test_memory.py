@@ -30,6 +30,7 @@ from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.plan import fit
 from megacore.tracer.step_trace import fake_step
+from megacore.train.callbacks import Callback
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import counting, limit_memory, needs_pretend, slow
@@ -103,7 +104,7 @@ def left_of_runs(rank: int, world_size: int, directory: str, cases: list[tuple[L
             for _ in range(2):
                 trainer.train_step(next(trainer.batches))
             held = torch.accelerator.memory_allocated(mesh.device) - before
-            trainer.callbacks.on_stop(None)
+            trainer.callbacks.call(Callback.on_stop, None)
             del trainer
             while gc.collect():  # what C++ holds is only seen as garbage once its owner is gone
                 pass

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.files import GrowingFile
-from megacore.observe.trackers.tracker import RunInfo, numbers
+from megacore.observe.trackers.tracker import RunInfo
 
 _START = 1
 _DOUBLE, _VARINT, _BYTES, _FLOAT = 1, 0, 2, 5  # wire types
@@ -51,8 +51,9 @@ class TensorBoard:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record as scalars."""
         values = (
-            _field(1, _BYTES, _field(1, _BYTES, key.encode()) + _field(2, _FLOAT, value))
-            for key, value in numbers(record)
+            _field(1, _BYTES, _field(1, _BYTES, key.encode()) + _field(2, _FLOAT, float(value)))
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         )
         self._write(_field(5, _BYTES, b"".join(values)), int(record["step"]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,10 +45,3 @@ class Tracker(Protocol):
 
     def close(self, *, failed: bool) -> None:
         """Write what is left; `failed`: the run ended with an error."""
-
-
-def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The metrics of a record that are numbers, without its step."""
-    for key, value in record.items():
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, float(value)
