@@ -29,6 +29,7 @@ from megacore.train.engine import PipelineEngine
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import Counters, counting, needs_pretend
+from tests.accelerator.test_training import TABLES, case_of
 from tests.distributed import RankFailed, run_distributed
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
@@ -42,51 +43,17 @@ OWN_GROUPS: list[Options] = [
 ]
 DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS, "num_layers": 2}
 
-EXPERTS: Options = {
-    "num_experts": 4, "moe_ffn_hidden_size": 16, "disable_bias_linear": True, "activation": "swiglu",
-    "moe_aux_loss_coeff": 0.1, "moe_router_enable_expert_bias": True,
-}  # fmt: skip
-CAPPED: Options = {"recompute": "full", "moe_expert_capacity_factor": 0.75, "moe_input_jitter_eps": 0.1}
-BALANCED: Options = {"reproducible": True, "moe_router_load_balancing_type": "global_aux_loss", "zero_stage": 1}
-# Of each layout, what is tried one after the other; and how often two layers with experts wait for the numbers of rows,
-# which every exchange needs: once per layer and microbatch of 2 samples, also where a block is computed again.
-Case = tuple[Layout, list[Options], int]
-CASES: list[Case] = [
-    ((1, 1, 1), [
-        {"micro_batch_size": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-        {"precision": "fp16", "clip_grad": 0.0},
-        {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "window_size": 5},
-    ], 0),
-    ((2, 1, 1), [
-        {"sequence_parallel": True, "recompute": "selective", "label_smoothing": 0.1}, {"optimizer": "muon"},
-    ], 0),
-    ((1, 2, 1), [
-        {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1, "num_layers": 4},
-        {"bert_style": "modern", "schedule": "zero-bubble", "precision": "bf16"},
-    ], 0),
-    ((1, 1, 2), [
-        {"zero_stage": 2, "precision": "bf16", "micro_batch_size": 1},
-        {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
-        {"zero_stage": 3, "reproducible": True},
-    ], 0),
-    ((1, 1, 1), [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}], 0),
-    ((1, 1, 2), [EXPERTS | {"ep": 2} | CAPPED, EXPERTS | {"ep": 2} | BALANCED], 4),
-]  # fmt: skip
-MORE: list[Case] = [
-    ((1, 1, 1), [
-        {"micro_batch_size": 8},
-        {"optimizer": "sgd", "recompute": "full", "reproducible": True},
-        {"position_embedding_type": "alibi", "num_query_groups": 2, "attention": "fused-softmax"},
-        {"bert_style": "modern", "window_size": 4},
-    ], 0),
-    ((2, 1, 1), [{"bert_style": "classic", "micro_batch_size": 8, "precision": "bf16"}], 0),
-    ((1, 2, 1), [{"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"bert_style": "modern", "schedule": "1f1b"}], 0),
-    ((1, 1, 2), [{"zero_stage": 3}, {"zero_stage": 0, "reproducible": True}], 0),
-    ((1, 1, 1), [{"cp": 2, "bert_style": "classic"}], 0),
-    *(((1, 1, dp), [*({"optimizer": name, "precision": "bf16"} for name in OPTIMIZERS), *OWN_GROUPS], 0)
-      for dp in (1, 2)),
-    ((1, 1, 1), [EXPERTS | {"recompute": "full"}], 8),
-]  # fmt: skip
+
+def case_of_row(row: dict[str, Any]) -> Any:
+    """Of a layout, what is tried one after the other, and how often a step waits besides."""
+    runs = [case_of(words) for words in row["runs"]]
+    marks = [pytest.mark.slow] * row.get("slow", False)
+    return pytest.param(runs[0][0], [options for _, options in runs], row.get("waits", 0), marks=marks)
+
+
+EVERY = [*({"optimizer": name, "precision": "bf16"} for name in OPTIMIZERS), *OWN_GROUPS]
+CASES = [*map(case_of_row, TABLES["synchronizations"])]
+CASES += [pytest.param((1, 1, dp), EVERY, 0, marks=pytest.mark.slow) for dp in (1, 2)]
 
 
 def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, options: Options) -> Trainer:
@@ -134,9 +101,7 @@ def count(rank: int, world_size: int, output_dir: str, layout: Layout, variants:
             assert max(step.bytes_to_host for step in steps) <= 8 * 16, options
 
 
-@pytest.mark.parametrize(
-    ("layout", "variants", "waits"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
+@pytest.mark.parametrize(("layout", "variants", "waits"), CASES)
 def test_a_step_waits_once_and_copies_the_next_batch_alone(
     tmp_path: Path, layout: Layout, variants: list[Options], waits: int
 ) -> None:
