@@ -1,19 +1,21 @@
 """`--compile` captures a block without graph breaks and compiles it once; generated kernels change no number beyond
 rounding. The backend `aot-eager` runs captured graphs with torch's operators; rows of tests/matrix compare them on
-every layout."""
+every layout. What cannot work is refused."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacore import ops
-from megacore.parallel.compiled import compile_function
+from megacore.parallel.compiled import compile_function, compile_layer, why_not_compile
 from megacore.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.matrix.programs import LLAMA
@@ -86,3 +88,22 @@ def test_the_compiled_loss_writes_its_gradient_over_the_logits() -> None:
     torch.testing.assert_close(
         backward(compile_function(ops.summed_cross_entropy)), backward(ops.summed_cross_entropy), rtol=1e-6, atol=1e-8
     )
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_missing_compiler_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert shutil.which("no-such-compiler") is None
+    reason = why_not_compile("inductor", CPU)
+    assert reason is not None and "no-such-compiler is not installed" in reason and "aot-eager" in reason
+    assert why_not_compile("aot-eager", CPU) is None
+    assert why_not_compile("inductor", torch.device("cuda")) is None
+
+
+def test_names_and_class_of_a_layer_stay() -> None:
+    layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    names = list(layer.state_dict())
+    compile_layer(layer, backend="aot-eager")
+    assert list(layer.state_dict()) == names and type(layer) is nn.Sequential

@@ -1,4 +1,5 @@
-"""The pages of docs/reference/ that are written from the code, or that show how to read what a run has written."""
+"""The pages of docs/reference/ that are written from the code, or that show how to read what a run has written, and
+what pages say of settings."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ import pytest
 import torch
 
 import megacore
+from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, REPLACED
 from megacore.commands.plan import plan_tool
+from megacore.config import sections_of
+from megacore.config.bert import BertConfig
+from megacore.config.cli import flag_names
+from megacore.config.dry_run_flags import DRY_RUN_FLAGS
+from megacore.config.other_trainers import other_trainers
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.parallel.mesh import Mesh, build_mesh
 from tests.distributed import run_distributed
@@ -178,3 +185,26 @@ def test_every_metric_is_documented_and_every_documented_one_written(tmp_path: P
     section = PAGE.read_text(encoding="utf-8").partition("## Names and units")[2].partition("\n## ")[0]
     documented = set(re.findall(r"^\| ([a-z_]+(?:/[a-z_N]+){0,2}) \|", section, re.MULTILINE))
     assert found | of_several_ranks == {"key"} ^ documented
+
+
+def test_the_documentation_names_every_table_of_a_file() -> None:
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    sentence = re.search(r"A file has the tables ([^:]*), and its keys", page)
+    assert sentence is not None
+    assert re.findall(r"`\[(\w+)\]`", sentence[1]) == list(sections_of(BertConfig))
+
+
+def test_the_page_for_megatron_users_names_flags_that_exist_and_help_answers_for_every_one() -> None:
+    page = (ROOT / "docs" / "guides" / "coming-from-megatron.md").read_text()
+    named = set(re.findall(r"--[a-zA-Z][a-zA-Z0-9-]+(?![\w*-])", page))
+    ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
+    dropped = REPLACED.keys() | NOT_YET.keys()
+    assert all(other_trainers().help_of(flag) for flag in dropped | FOREIGN.keys())
+    assert not dropped & ours
+    assert not FOREIGN.keys() & (dropped | ours)
+    of_launchers = {"--nproc-per-node", "--processes", "--help"}
+    assert named <= dropped | ours | FOREIGN.keys() | DRY_RUN_FLAGS.keys() | of_launchers | {"--flag", "--no-flag"}
+    becomes = {flag: foreign.becomes for flag, foreign in {**FOREIGN, **LISTS}.items()}
+    for table in (REPLACED, NOT_YET, becomes):
+        for flag, text in table.items():
+            assert set(re.findall(r"--[a-z0-9-]+", text)) <= ours, flag

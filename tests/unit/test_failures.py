@@ -1,4 +1,4 @@
-"""A refusal names the flags of torchrun that start the right number of processes, on the nodes that the job has."""
+"""A rank that loses a connection, or the job's store, says which in one sentence."""
 
 from __future__ import annotations
 
