@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megacore.config.checkpoint import AUTO
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import field_of_optimizer
@@ -133,17 +132,6 @@ def _sequence_split(c: Settings) -> Iterator[str]:
         )
 
 
-def _attention_dropout_of_context(c: Settings) -> Iterator[str]:
-    if c.cp > 1 and c.attention_dropout and not c.reproducible:  # whose masks belong to blocks of heads
-        yield Problem(
-            f"{c.given('attention_dropout')} is not possible with --cp {c.cp}, because its ranks would draw "
-            "other masks than one process",
-            Change("--attention-dropout 0 (--hidden-dropout works)", {"attention_dropout": 0.0}),
-            use("reproducible", True),
-            Values(name="cp", among=[1], near=c.cp),
-        )
-
-
 def _heads_of_context(c: Settings) -> Iterator[str]:
     if c.cp_comm == "ulysses":
         yield from undivided_heads(c.num_attention_heads, c.query_groups, tp=c.tp, cp=c.cp)
@@ -159,15 +147,6 @@ def undivided_heads(heads: int, groups: int, *, tp: int, cp: int) -> Iterator[Pr
             use("cp_comm", "ring"),
             use("cp_comm", "allgather"),
             divisors_of("cp", cp, heads // tp),
-        )
-
-
-def _attention_of_context(c: Settings) -> Iterator[str]:
-    if c.cp > 1 and c.attention == "fused-softmax" and not c.reproducible:  # which computes whole sequences
-        yield Problem(
-            f"--attention fused-softmax is not possible with --cp {c.cp}, because it needs all keys of a row at once",
-            use("attention", "sdpa"),
-            Values(name="cp", among=[1], near=c.cp),
         )
 
 
@@ -204,19 +183,10 @@ def _recomputed(c: Settings) -> Iterator[str]:
 
 def _distributed_inputs(c: Settings) -> Iterator[str]:
     """The tp ranks divide the inputs of blocks, which nothing else divides."""
-    tp, hidden, name = c.tp, c.hidden_size, "--distribute-saved-activations"
-    if not c.distribute_saved_activations:
-        return
-    if tp == 1:
-        yield Problem(
-            f"{name} has no effect with --tp 1",
-            c.without("distribute_saved_activations"),
-            Values(name="tp", among=range(2, 34), near=tp, bound="or more"),
-        )
-    elif c.sequence_parallel:
-        yield f"{name} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
-    elif hidden % tp:
-        yield Problem(f"{name} divides --hidden-size {hidden} over --tp {tp}", divisors_of("tp", tp, hidden))
+    tp, hidden = c.tp, c.hidden_size
+    if c.distribute_saved_activations and not c.sequence_parallel and hidden % tp:
+        said = f"--distribute-saved-activations divides --hidden-size {hidden} over --tp {tp}"
+        yield Problem(said, divisors_of("tp", tp, hidden))
 
 
 def _whole_matrices(c: Settings) -> Iterator[str]:
@@ -239,12 +209,33 @@ LAYOUT_RULES: Sequence[Rule] = (
     _groups,
     _ffn,
     _sequence_split,
-    _attention_dropout_of_context,
+    Excludes(
+        "attention_dropout cp!=1 reproducible=False",  # whose masks belong to blocks of heads
+        "{0} is not possible with {1}, because its ranks would draw other masks than one process",
+        Change("--attention-dropout 0 (--hidden-dropout works)", {"attention_dropout": 0.0}),
+        use("reproducible", True),
+        Values(name="cp", among=[1], near=2),
+    ),
     _heads_of_context,
-    _attention_of_context,
+    Excludes(
+        "attention=fused-softmax cp!=1 reproducible=False",  # which computes whole sequences
+        "{0} is not possible with {1}, because it needs all keys of a row at once",
+        use("attention", "sdpa"),
+        Values(name="cp", among=[1], near=2),
+    ),
     AtMost("pp", "num_layers", when=("pipeline_layout=None",), use=("more",)),
     _stages,
     _recomputed,
+    Excludes(
+        "distribute_saved_activations tp=1",
+        "{0} has no effect with {1}",
+        OUT,
+        Values(name="tp", among=range(2, 34), near=1, bound="or more"),
+    ),
+    Excludes(
+        "distribute_saved_activations sequence_parallel=True tp!=1",
+        "{0} has no effect with {1}, which divides the inputs anyway",
+    ),
     _distributed_inputs,
     _whole_matrices,
 )
@@ -438,17 +429,9 @@ def schedule_problems(config: Config) -> list[str]:
 
 
 def _range_test(c: Settings) -> Iterator[str]:
-    if not c.lr_range_test:
-        return
-    if c.load not in (None, AUTO):
-        yield Problem(
-            f"--lr-range-test begins with the first step, but --load {c.load} continues", c.without("lr_range_test")
-        )
-    if c.train_iters < 10:
-        yield Problem(
-            "--lr-range-test needs 10 steps or more",
-            Change(f"--train-iters 100 instead of {c.train_iters}", {"train_iters": 100}),
-        )
+    if c.lr_range_test and c.train_iters < 10:
+        way = Change(f"--train-iters 100 instead of {c.train_iters}", {"train_iters": 100})
+        yield Problem("--lr-range-test needs 10 steps or more", way)
 
 
 def _traced(c: Settings) -> Iterator[str]:
@@ -518,6 +501,7 @@ def _freeze_step(c: Settings) -> Iterator[str]:
 
 DURATION_RULES: Sequence[Rule] = (
     _schedule,
+    Excludes("lr_range_test load load!=auto", "{0} begins with the first step, but {1} continues", OUT),
     _range_test,
     _traced,
     _profiled,
@@ -573,18 +557,6 @@ def _positions_of_documents(c: Settings) -> Iterator[str]:
         )
 
 
-def _other_start(c: Settings) -> Iterator[str]:
-    """A run starts from the weights of one place."""
-    source, pretrained, loads = c.init_from_hf, c.pretrained_checkpoint, c.load not in (None, AUTO)
-    if source is not None and loads:
-        yield f"--init-from-hf {source} and --load {c.load} exclude each other: leave one of them out"
-    if pretrained is not None and loads:
-        yield (
-            f"--pretrained-checkpoint {pretrained} and --load {c.load} exclude each other: use --load auto, which "
-            "continues this run where it has a checkpoint, or leave one of them out"
-        )
-
-
 DATA_RULES: Sequence[Rule] = (
     _vocabulary,
     AtMost("seq_length", "max_position_embeddings", use=("more",)),
@@ -597,7 +569,13 @@ DATA_RULES: Sequence[Rule] = (
     Excludes(
         "valid_sets eval_interval=0", "--valid-sets has no effect with --eval-interval 0, which turns evaluation off"
     ),
-    _other_start,
+    Excludes("init_from_hf load load!=auto"),
+    Excludes(
+        "pretrained_checkpoint load load!=auto",
+        "{0} and {1} exclude each other",
+        "use --load auto, which continues this run where it has a checkpoint",
+        "leave one of them out",
+    ),
     Excludes("pretrained_checkpoint init_from_hf"),
     Excludes("load_optim load=None", "--no-load-optim has no effect without --load", OUT),
     Excludes("preset init_from_hf", "{0} has no effect with {1}, which sets the shape", OUT),

@@ -13,7 +13,7 @@ a field with a value that it has or has not: `recompute=light`, `norm_placement!
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -155,15 +155,15 @@ class Excludes:
         if c.hold(self.terms):
             names = [_field(term) for term in self.terms]
             given = [c.given(name) for name in names]
-            ways = (
-                (c.out(way.name) if way.name else c.without(names[0]))
-                if isinstance(way, Out)
-                else Change(way.format(*given))
-                if isinstance(way, str)
-                else way
-                for way in self.use
-            )
-            yield Problem(self.said.format(*given), *ways)
+            yield Problem(self.said.format(*given), *(self._way(c, way, names[0], given) for way in self.use))
+
+    @staticmethod
+    def _way(c: Settings, way: Way | str | Out | None, first: str, given: Sequence[str]) -> Way | None:
+        if isinstance(way, Out):
+            return c.out(way.name) if way.name else c.without(first)
+        if isinstance(way, Values):
+            return replace(way, near=getattr(c, way.name))
+        return Change(way.format(*given)) if isinstance(way, str) else way
 
 
 class Needs:
