@@ -76,7 +76,7 @@ print(config.parallel.degrees, config.training.global_batch_size, config.microba
 """
 
 
-WRONG = "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --copies 1, or --dp 1, or leave"
+WRONG = "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --dp 1, or leave"
 
 
 @pytest.mark.parametrize(
