@@ -20,7 +20,7 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from megacore.kernels.availability import triton_version
+from megacore.kernels.availability import has_triton, triton_version
 
 Choice = Literal["auto", "triton", "torch"]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,7 +31,7 @@ class _Decision:
     that torch.compile or autograd calls gets only tensors."""
 
     choice: Choice = "auto"
-    triton: str | None = triton_version()
+    has_triton: bool = has_triton()
 
 
 def why_not(choice: Choice, device: torch.device) -> str | None:
@@ -43,7 +43,7 @@ def why_not(choice: Choice, device: torch.device) -> str | None:
     """
     if choice != "triton":
         return None
-    if _Decision.triton is None:
+    if not _Decision.has_triton:
         return "needs Triton, which is not installed: pip install triton, or use --kernels auto or torch"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
@@ -78,7 +78,7 @@ def kernels_chosen(choice: Choice) -> Iterator[None]:
 def uses_triton(x: Tensor) -> bool:
     """Whether operators on this tensor run as Triton kernels."""
     if _Decision.choice == "auto":
-        return x.is_cuda and _Decision.triton is not None and not torch.compiler.is_compiling()
+        return x.is_cuda and _Decision.has_triton and not torch.compiler.is_compiling()
     return _Decision.choice == "triton"
 
 
@@ -124,7 +124,7 @@ def triton_serves(device: torch.device) -> bool:
 
 def described(device: torch.device) -> str:
     """The implementation that operators on a device run, for the launch summary."""
-    return f"triton {_Decision.triton}" if triton_serves(device) else "torch"
+    return f"triton {triton_version()}" if triton_serves(device) else "torch"
 
 
 # ---- operators that torch knows
