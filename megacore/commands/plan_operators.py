@@ -148,7 +148,7 @@ def _update_bytes(config: ResolvedConfig, timing: Timing) -> float:
     """Bytes of the update per parameter that the rank updates."""
     moved = sum(t.bytes for (phase, kind, _), t in timing.rows.items() if (phase, kind) == ("update", "memory"))
     layers = outline(config)
-    experts = held_experts(config, layers, [range(len(layers))])
+    experts = held_experts(config, layers)
     held = plan_memory(config, layers, on_cpu=False)[0].parameters
     return moved / updated_parameters(held, config, experts=experts)
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from megacore.config import ResolvedModel
 from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
-from megacore.models.size import attention_matrices, short_matrices
+from megacore.models.size import active_parameters, attention_matrices, block_parameters, short_matrices
 
 CONVENTION = "model FLOPs, full attention"
 Attention = Literal["full", "causal"]
@@ -43,6 +43,11 @@ def blocks_of(config: ResolvedModel) -> tuple[tuple[ResolvedModel, int], ...]:
         (block_of_kind(config if has_experts else without_experts(config), letter), number)
         for (has_experts, letter), number in kinds.items()
     )
+
+
+def idle_parameters(config: ResolvedModel) -> int:
+    """Parameters of the experts that a token does not choose."""
+    return sum(number * (block_parameters(block) - active_parameters(block)) for block, number in blocks_of(config))
 
 
 def block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:

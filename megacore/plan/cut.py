@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.partition import layer_kind, stage_ranges
-from megacore.plan.state import held_by_layer, routed_parameters
+from megacore.plan.state import held_by_layer, held_experts
 from megacore.plan.whole_matrices import weights_taken_whole
 
 Chunk = Sequence[ModelLayer]
@@ -47,7 +47,7 @@ class OnRank:
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters that it holds, as `held_parameters` has them."""
+        """Parameters that it holds."""
         return sum(map(sum, self.by_layer))
 
 
@@ -65,7 +65,6 @@ class Parts:
         first: dict[Hashable, ModelLayer] = {}
         self._alike = [first.setdefault(_kind(config, layer), layer) for layer in layers]
         self._chunks: dict[Hashable, Chunk] = {}
-        self._experts: dict[int, int] = {}  # parameters of experts by the identity of a stage
         self._ranks: dict[Hashable, OnRank] = {}
 
     def chunk(self, numbers: range) -> Chunk:
@@ -77,14 +76,9 @@ class Parts:
         """What a pipeline rank with these stages holds."""
         key = (is_last, *map(id, chunks))
         if key not in self._ranks:
-            experts = sum(self._experts_of(config, chunk) for chunk in chunks)
+            experts = sum(held_experts(config, chunk) for chunk in chunks)
             self._ranks[key] = OnRank(chunks=chunks, experts=experts, is_last=is_last)
         return self._ranks[key]
-
-    def _experts_of(self, config: ResolvedConfig, chunk: Chunk) -> int:
-        if id(chunk) not in self._experts:
-            self._experts[id(chunk)] = sum(routed_parameters(config, layer.block) for layer in chunk)
-        return self._experts[id(chunk)]
 
 
 def _kind(config: ResolvedConfig, layer: ModelLayer) -> Hashable:

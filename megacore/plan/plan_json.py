@@ -21,9 +21,8 @@ from megacore.config.fields import field_infos
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import sections_of
 from megacore.config.spelling import flag_and_value
-from megacore.models.flops import blocks_of
+from megacore.models.flops import idle_parameters
 from megacore.models.outline import ModelLayer
-from megacore.models.size import active_parameters, block_parameters
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import RankMemory, held_on_host
 from megacore.plan.planner import Origin, by_formula, usable_host_bytes
@@ -110,8 +109,8 @@ def run_json(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> dict[str, 
         "vocab_size": model.vocab_size,
     }
     if model.experts is not None:
-        idle = sum(n * (block_parameters(block) - active_parameters(block)) for block, n in blocks_of(model))
-        sizes |= {"num_experts": model.experts.num_experts, "active_parameters": parameters - idle}
+        active = parameters - idle_parameters(model)
+        sizes |= {"num_experts": model.experts.num_experts, "active_parameters": active}
     return {
         "model": {**sizes, "parameters": parameters},
         "precision": config.precision.precision,

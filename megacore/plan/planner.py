@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence
+from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence, idle_parameters
 from megacore.models.outline import LayerOutline, ModelLayer, outline
-from megacore.models.size import active_parameters, block_parameters
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_choice import is_open, with_stages_that_fit
@@ -119,9 +118,8 @@ class Plan:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token uses: without the experts that it does not choose."""
-        blocks = blocks_of(self.config.model)
-        return self.parameters - sum(n * (block_parameters(block) - active_parameters(block)) for block, n in blocks)
+        """Those that a token uses."""
+        return self.parameters - idle_parameters(self.config.model)
 
     @property
     def capacity(self) -> float:

@@ -481,7 +481,7 @@ def _even_parameters(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> tu
     """Parameters of a rank, if all pipeline ranks held as many, and how many of them are of experts. They depend on the
     degrees alone."""
     parallel = config.parallel
-    held = held_experts(config, layers, [range(len(layers))])
+    held = held_experts(config, layers)
     dense = whole_parameters(config, layers) - held * parallel.ep * parallel.expert_split
     return dense // (parallel.tp * parallel.pp) + held // parallel.pp, held // parallel.pp
 

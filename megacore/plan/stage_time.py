@@ -29,7 +29,7 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.once import once_per
 from megacore.plan.software import Software
-from megacore.plan.state import expert_share, held_experts, held_parameters
+from megacore.plan.state import expert_share, held_by_layer, held_experts
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
@@ -416,9 +416,8 @@ def rank_replicas(config: ResolvedConfig, *, parameters: int, experts: int) -> t
 
 def _with_replicas(config: ResolvedConfig, layers: Sequence[ModelLayer], total: Passes, speed: Speed) -> StageTime:
     """With what ZeRO's stages 2 and 3 send in every microbatch."""
-    whole = [range(len(layers))]
-    held, experts = held_parameters(layers, whole), held_experts(config, layers, whole)
-    both = rank_replicas(config, parameters=held, experts=experts)
+    (held,) = held_by_layer([layers])
+    both = rank_replicas(config, parameters=sum(held), experts=held_experts(config, layers))
     gather = 0.0
     if config.parallel.zero_stage == 3:
         gather = speed.transfers(replace(one.parameters, count=1) for one in both if one.parameters is not None)

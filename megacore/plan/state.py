@@ -76,25 +76,9 @@ def updated_parameters(parameters: int, config: ResolvedConfig, *, experts: int 
     return (parameters - experts) / shard_ranks(config.parallel) + of_experts
 
 
-def held_parameters(layers: Sequence[ModelLayer], stages: Sequence[range]) -> int:
-    """Parameters of one rank, padding included; a table that two of its layers share counts once.
-
-    Args:
-        layers: the whole model.
-        stages: the numbers of the layers of each of the rank's stages.
-    """
-    return sum(map(sum, held_by_layer([[layers[i] for i in numbers] for numbers in stages])))
-
-
-def held_experts(config: ResolvedConfig, layers: Sequence[ModelLayer], stages: Sequence[range]) -> int:
-    """How many of `held_parameters` are of experts.
-
-    Args:
-        config: a resolved configuration.
-        layers: the whole model.
-        stages: as for `held_parameters`.
-    """
-    return sum(routed_parameters(config, layers[i].block) for numbers in stages for i in numbers)
+def held_experts(config: ResolvedConfig, layers: Iterable[ModelLayer]) -> int:
+    """Parameters of experts that a rank holds of some layers."""
+    return sum(routed_parameters(config, layer.block) for layer in layers)
 
 
 def whole_parameters(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> int:
@@ -105,7 +89,8 @@ def whole_parameters(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> in
 
 
 def held_by_layer(chunks: Sequence[Sequence[ModelLayer]]) -> list[list[int]]:
-    """Parameters that a rank holds of each layer of each stage; those that two of its layers share are the first's."""
+    """Parameters that a rank holds of each layer of each stage, padding included; those that two of its layers share
+    are the first's."""
     names: set[str] | None = None
 
     def held(layer: ModelLayer) -> int:

@@ -204,12 +204,16 @@ class _Step:
         simulated: bool = True,
         cut: Cut | None = None,
     ) -> None:
-        self.config = config = _as_summed(config, cluster)
+        if config.precision.precision == "fp16" and cluster.software.sums_fp16:  # gradients in 16 bits: as many bytes
+            config = replace(config, precision=replace(config.precision, grad_reduce_dtype="bf16"))
+        self.config = config
         self.speed = speed = speed_of(config, cluster, case)
         cut = cut or Cut(config, layers)
         run = _run(config, cut, speed, simulated=simulated)
         self.stages, self.costs, self.on_busiest, self.busiest_seconds, self.parts, self.length = run
-        self.slowest = self.parts.compute * _lag_of_slowest(config, speed)
+        nodes = math.ceil(config.parallel.ranks / cluster.device.node_ranks)
+        lag = 0.0 if cluster.on_cpu else cluster.device.node_spread.of(case) * largest_of_normal(nodes)
+        self.slowest = self.parts.compute * lag
         self.end = max(step_ends(config, cut, self.stages, speed), key=lambda one: one.seconds)
         tied = tied_gradients(config)
         self.tied = 0.0 if tied is None else speed.transfers([tied])
@@ -224,19 +228,6 @@ class _Step:
     def seconds(self) -> float:
         """Of the step."""
         return self.factor * self.unscaled
-
-
-def _as_summed(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
-    """The configuration with gradients in 16 bits where the software adds them up so."""
-    if config.precision.precision != "fp16" or not cluster.software.sums_fp16:
-        return config
-    return replace(config, precision=replace(config.precision, grad_reduce_dtype="bf16"))  # as many bytes
-
-
-def _lag_of_slowest(config: ResolvedConfig, speed: Speed) -> float:
-    """How much longer the slowest node computes than the average one, relative."""
-    nodes, device = math.ceil(config.parallel.ranks / speed.cluster.device.node_ranks), speed.cluster.device
-    return 0.0 if speed.cluster.on_cpu else device.node_spread.of(speed.case) * largest_of_normal(nodes)
 
 
 def _beside_layers(parallel: ParallelConfig) -> str:

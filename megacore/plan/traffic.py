@@ -15,6 +15,7 @@ reduces to all; these are the bytes that each rank sends, and that it receives (
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +36,8 @@ from megacore.plan.state import (
     ExpertShare,
     expert_copies,
     expert_share,
+    held_by_layer,
     held_experts,
-    held_parameters,
     term_bytes,
     zero_stage,
 )
@@ -456,8 +457,8 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
     parallel, m = config.parallel, config.microbatches
     stages = stage_ranges(layers, config)
     transfers: list[Sent] = []
-    for number in range(rank, len(stages), parallel.pp):
-        held = [layers[i] for i in stages[number]]
+    chunks = [[layers[i] for i in numbers] for numbers in stages[rank :: parallel.pp]]
+    for number, held in zip(range(rank, len(stages), parallel.pp), chunks, strict=True):
         for layer, again in zip(held, recomputed_whole(config, held), strict=True):
             passes = layer_traffic(config, layer, again=again)
             transfers += [replace(sent, count=sent.count * m) for group in passes for sent in group]
@@ -470,14 +471,14 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
                 size = 8.0 * config.training.micro_batch_size * config.data.seq_length
                 message = _pipeline_message(config, "documents", size)
                 transfers.append(_from_rank(message, rank, count=m * beside))
-    on_rank = stages[rank :: parallel.pp]
-    held_here, routed = held_parameters(layers, on_rank), held_experts(config, layers, on_rank)
+    on_rank = list(itertools.chain(*chunks))
+    held_here, routed = sum(map(sum, held_by_layer(chunks))), held_experts(config, on_rank)
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
     replicas = replica_traffic(config, held_here - routed, used_twice=(layers[0].held or 0) if both else 0)
     of_experts = replica_traffic(config, routed, of_experts=True)
     transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
-    transfers += _further_sums(config, layers, [i for numbers in on_rank for i in numbers])
-    transfers += update_traffic(config, [[layers[i] for i in numbers] for numbers in on_rank])
+    transfers += _further_sums(config, on_rank)
+    transfers += update_traffic(config, chunks)
     return list(_joined(transfers))
 
 
@@ -516,20 +517,21 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
     return _from_rank(_pipeline_message(config, TIED, size), parallel.pp - 1, count=1)
 
 
-def _further_sums(config: ResolvedConfig, layers: Sequence[ModelLayer], held: Sequence[int]) -> list[Sent]:
+def _further_sums(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> list[Sent]:
+    """Those of a rank with these layers."""
     transfers = []
-    tied = tied_gradients(config)
-    if tied is not None and (0 in held) != (len(layers) - 1 in held):
+    tied, names = tied_gradients(config), {layer.name for layer in layers}
+    if tied is not None and len(names & {"embedding", "head"}) == 1:
         transfers.append(tied)
     t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
-    blocks = [block for i in held if (block := layers[i].block) is not None and block.experts is not None]
+    blocks = [block for layer in layers if (block := layer.block) is not None and block.experts is not None]
     if blocks and config.model.experts is not None:  # how often each expert was chosen
         size = 8.0 * len(blocks) * (config.model.experts.num_experts + 2)  # and padding, and dropped rows
         transfers += _sent(config, "replicas", "all-reduce", "choices", size, ranks=d, stride=t)
         here = t if config.parallel.sequence_parallel else 1
         transfers += _sent(config, "layer", "all-reduce", "choices", size, ranks=here)
     if t > 1 and config.parallel.sequence_parallel:
-        count = sum(_replicated(config.model, layers[i]) for i in held)
+        count = sum(_replicated(config.model, layer) for layer in layers)
         size = float(term_bytes(config)) * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
         transfers += _sent(config, "layer", "all-reduce", "replicated gradients", size, ranks=t)
     return transfers

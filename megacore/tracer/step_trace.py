@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.parallel.mesh import Mesh
 from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
 from megacore.tracer.fake_job import HOST_READS, NoWeights, fake_job
 from megacore.tracer.operator_costs import operator_cost
+from megacore.tracer.profile import fake_microbatch
 from megacore.train.gpt_task import GPTTask
 from megacore.train.peaks import Format
 from megacore.train.step import TrainStep
@@ -79,30 +78,13 @@ def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
 
 
 def _recorded(step: TrainStep, recorder: Recorder, config: ResolvedConfig, microbatches: int) -> list[Event]:
-    batch = [_microbatch(config, index) for index in range(microbatches)]
+    batch = [fake_microbatch(step.task.batch_type, config, step.mesh, index) for index in range(microbatches)]
     with recorder:
         recorder.phase = "forward"
         step.compute_gradients(batch)
         recorder.phase = "update"
         step.update_weights()
     return recorder.taken()
-
-
-def _microbatch(config: ResolvedConfig, index: int) -> Microbatch:
-    shape = config.training.micro_batch_size, config.data.seq_length
-    zeros = partial(torch.zeros, shape, dtype=torch.int64)
-    if not config.beside_hidden_states:
-        return Microbatch(index=index, tokens=zeros(), labels=zeros(), loss_mask=torch.ones(shape))
-    pads = "padding" in config.beside_hidden_states
-    kind = partial(PaddedMicrobatch, padding=zeros()) if pads else PackedMicrobatch
-    return kind(
-        index=index,
-        tokens=zeros(),
-        labels=zeros(),
-        loss_mask=torch.ones(shape),
-        documents=zeros() + 1,
-        positions=zeros(),
-    )
 
 
 class Recorder(TorchDispatchMode):
