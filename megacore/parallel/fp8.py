@@ -74,8 +74,7 @@ class Fp8Products(TorchProducts):
     def _quantised(self, weight: Tensor) -> Quantised:
         memory = weight.untyped_storage()._cdata
         # A copy may lie where another one lay: only the memory of the parameters themselves stays theirs.
-        is_copy = all(memory != own.untyped_storage()._cdata for own in self.weights)
-        if self.kept is None or is_copy:
+        if self.kept is None or memory not in [own.untyped_storage()._cdata for own in self.weights]:
             return quantise(weight, torch.float8_e4m3fn, self.recipe.weights)
         place = memory, weight.storage_offset(), weight.shape, weight.stride()
         if place not in self.kept:
