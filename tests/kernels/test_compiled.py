@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,25 +44,7 @@ USUAL = (
     *("adamw", "attention 64 alibi bf16", "attention 128 documents", "grouped_linear 8 x 4096"),
     *("rows of 2 experts 4096 bf16",),
 )
-# What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
-DEFECTS = {
-    "the exact causal condition in the load's mask": (
-        "softmax", "touched &= columns // 16 * 16 < last", "touched &= columns < last",
-        "fused_softmax causal 4096 bf16", "of less than 128 bits",
-    ),
-    "the exact vocabulary in the load's mask": (
-        "cross_entropy", 'mask=column < width, other=float("-inf")', 'mask=column < columns, other=float("-inf")',
-        "cross_entropy 50257 of 50304 bf16", "of less than 128 bits",
-    ),
-    "a block that does not fit the registers": (
-        "norm", "PERSISTENT = {True: 8192", "PERSISTENT = {True: 32768", "layer_norm 16384 bf16", "spills",
-    ),
-    "a tensor read for nothing": (
-        "gelu", "dx = _gradient(dy, x)\n",
-        "dx = _gradient(dy, x) + 0 * tl.load(dx_ptr + at, mask=inside, other=0.0)\n",
-        "gelu 4096 bf16", "bytes; it should move",
-    ),
-}  # fmt: skip
+DEFECTS = tomllib.loads(Path(__file__).with_name("defects.toml").read_text(encoding="utf-8"))
 
 
 def report(*arguments: str, cwd: Path = ROOT) -> dict[str, Any]:
@@ -156,17 +139,17 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tree = tmp_path_factory.mktemp("tree")
     for folder in ("kernels", "megacore", "tools"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for kernel, old, new, _, _ in DEFECTS.values():
-        file = tree / "kernels" / f"{kernel}.py"
+    for defect in DEFECTS.values():
+        file = tree / "kernels" / f"{defect['kernel']}.py"
         text = file.read_text(encoding="utf-8")
-        assert old in text, f"{file.name} has changed: plant the defect anew"
-        file.write_text(text.replace(old, new), encoding="utf-8")
-    return report(*only([case for *_, case, _ in DEFECTS.values()]), cwd=tree)
+        assert defect["old"] in text, f"{file.name} has changed: plant the defect anew"
+        file.write_text(text.replace(defect["old"], defect["new"]), encoding="utf-8")
+    return report(*only([one["case"] for one in DEFECTS.values()]), cwd=tree)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_bad_code_is_found(defect: str, planted: dict[str, Any]) -> None:
-    *_, case, message = DEFECTS[defect]
+    case, message = DEFECTS[defect]["case"], DEFECTS[defect]["report"]
     problems = [problem for problem in planted["problems"] if case in problem and "sm_90" in problem]
     assert problems and all(message in problem for problem in problems), problems
 

@@ -24,26 +24,7 @@ LATE_IMPORTS = [
 DISTRIBUTED, ALLOWED = TABLES["distributed"], TABLES["allowed"]
 FILES, DEVICE_SEAM = "megacore/files.py", "megacore/parallel/mesh.py"
 # Downwards only: a group may import the groups of the lines above it, and itself, but no other group of its own line.
-ORDER = (
-    {"kernels"},
-    {"config"},
-    {"ops"},
-    {"parallel"},
-    {"layers"},
-    {"models"},
-    {"data", "pipeline", "zero"},
-    {"optim", "drawing"},
-    {"checkpoint"},
-    {"convert", "inference"},
-    {"train"},
-    {"observe"},
-    {"arrive", "plan", "watch"},
-    {"tracer"},
-    {"commands"},
-    {"verify"},
-    {"scripts", "tools"},
-    {"tests"},
-)
+ORDER = tuple(set(groups) for groups in TABLES["order"])
 TRAINER = ("ops", "parallel", "layers", "models", "pipeline", "zero", "optim", "train")
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
