@@ -28,6 +28,8 @@ ROOT = HERE.parents[1]
 NUMBERS = ("consumed_", "eval/", "moe/", "train/")
 # Lines about the start of a run say how long it took.
 _STARTING = re.compile(r"^starting .*\n", re.MULTILINE)
+# How long a search took.
+_SEARCHED = re.compile(r'(?<=searched in )[0-9.]+|(?<="wall_seconds": )[0-9.]+')
 _HOST = re.compile(rf"\bon {re.escape(platform.node())}\b")
 
 K = TypeVar("K")
@@ -80,7 +82,7 @@ class Worker:
         answer = json.loads(self._process.stdout.readline())
         names = {str(folder): "{dir}", str(owner): "{tree}", str(self.tree): "{tree}"}
         for kind in ("out", "err"):
-            answer[kind] = _HOST.sub("on {host}", _STARTING.sub("", answer[kind]))
+            answer[kind] = _HOST.sub("on {host}", _STARTING.sub("", _SEARCHED.sub("0", answer[kind])))
             for found, name in names.items():
                 answer[kind] = answer[kind].replace(found, name)
         return Ended(**answer)
