@@ -27,7 +27,7 @@ from megacore.plan.planner import make_plan, scheduled, usable_bytes, usable_hos
 from megacore.plan.search import Found, search, with_memory
 from megacore.plan.search_conflicts import conflict, too_many_ranks, ways_of_search
 from megacore.plan.search_report import search_json, search_table
-from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_degrees
+from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
 from megacore.tracer.memory import traced_memory
 
 SEARCHED = (
@@ -42,8 +42,9 @@ OF_ONE_LAYOUT = ("schedule_csv", "pipeline_layout")
 """Fields that only one layout can have; a search refuses them."""
 MOST_RANKS = 1 << 20
 """The largest --world-size."""
-_MOST = (*degree_fields(), "ep", "micro-batch-size", "zero-stage", "virtual-stages")
-"""Flags that --max limits, without their dashes."""
+# Limits: flags without their dashes and "max" or "min".
+_LEAST = (*degree_fields(), "ep")
+_MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 
 
 def add_search_flags(parser: PlanParser) -> None:
@@ -64,6 +65,8 @@ def add_search_flags(parser: PlanParser) -> None:
             metavar="N",
             help=f"--search: largest --{name}",
         )
+        if name in _LEAST:
+            add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add(
         "--max-memory-gb",
         type=gigabytes,
@@ -96,18 +99,23 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
         )
     for name in _MOST:
         field = name.replace("-", "_")
-        value, most = given.get(field), getattr(args, f"max_{field}")
-        if value is not None and most is not None and value > most:
-            yield f"--{name} {value} must be at most --max-{name} {most}: leave one of them out"
+        value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
+            if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
+                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}: leave one of them out"
 
 
 def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
     """Flags of a search that change nothing beside others."""
     for name in _MOST:
         field = name.replace("-", "_")
-        value, most = given.get(field), getattr(args, f"max_{field}")
-        if value is not None and most is not None and value <= most:
+        if (value := given.get(field)) is None:
+            continue
+        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
+        if most is not None and value <= most:
             yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
+        if least is not None and value >= least:
+            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
     if (only := _only_one("pp", args, given)) is not None:
         for name in ("schedule", "pipeline_balance"):
             if name in args.fixed:
@@ -138,11 +146,17 @@ def lacks_recompute(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
 
 def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[str]:
     """Limits of a search that are not asked for, or that no layout can keep."""
-    flags = [*(f"max-{name}" for name in _MOST), "max-memory-gb"]
+    flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
     given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
     if not args.search:
         for flag, value in given.items():
             yield f"--{flag} {value} limits --search: add --search, or leave it out"
+    for name in _LEAST:
+        least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
+        if least is not None and most is not None and least > most:
+            ways = f"--min-{name} {_near(most, args.world_size, up=False)} or less"
+            ways += f", or --max-{name} {_near(least, args.world_size, up=True)} or more"
+            yield f"--min-{name} {least} must be at most --max-{name} {most}: use {ways}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9
@@ -151,6 +165,14 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
                 f"--max-memory-gb {limit:g} must be at most {_three_digits(usable, math.floor)}, which is what a rank "
                 f"may take of {cluster.name}: leave it out, or give a cluster file with more memory_gb"
             )
+
+
+def _near(limit: int, world: int | None, *, up: bool) -> int:
+    """The divisor of the number of ranks next to a limit; the limit where there is none, or no such number."""
+    if world is None or not 1 <= world <= MOST_RANKS:
+        return limit
+    known = [d for d in divisors(world, most=None) if (d >= limit if up else d <= limit)]
+    return (min if up else max)(known, default=limit)
 
 
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
@@ -164,7 +186,7 @@ def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, arg
     constraints, names_batch = _constraints(args), args.usual_batch is None
     problems = [
         *too_many_ranks(config, cluster, constraints, batch_of_ranks=not names_batch),
-        *impossible_degrees(config, constraints, names_batch=names_batch),
+        *impossible_limits(config, constraints, names_batch=names_batch),
     ]
     if problems:
         raise ConfigError(problems)
@@ -229,6 +251,7 @@ def _constraints(args: argparse.Namespace) -> Constraints:
             for name in (flag.replace("-", "_") for flag in _MOST)
             if (value := getattr(args, f"max_{name}")) is not None
         },
+        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
         fixed=args.fixed,
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
@@ -250,7 +273,7 @@ def _require_found(
     else:
         needed = _needed_on_host(found)
     ways += ways_of_search(config, cluster, constraints, found, batch_of_ranks=batch_of_ranks)
-    is_limited = bool(constraints.most or constraints.fixed)
+    is_limited = bool(constraints.most or constraints.least or constraints.fixed)
     if is_limited:
         ways.append("fewer limits")
     if not ways:

@@ -25,6 +25,11 @@ def one_of(values: Sequence[object]) -> str:
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
+def at_most(most: int) -> str:
+    """`19 or less`; `0`, below which nothing is accepted."""
+    return f"{most} or less" if most else "0"
+
+
 def divisors(n: int, *, near: int | None = None, most: int | None = 10) -> list[int]:
     """The divisors of n in order.
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, violations
 from megacore.config.dimensions import degree_fields
@@ -35,18 +35,20 @@ _MOST_ASKED = 8  # layouts of a division of the ranks that are asked what is wro
 _MOST_TRIED = 400  # layouts of another number of ranks, or of another batch
 _NEAR = 64  # ranks or samples more or fewer that are tried
 _ANOTHER = "another --world-size or --global-batch-size"
+_Kind = Literal["fixed", "least", "most"]
+_KINDS: tuple[_Kind, ...] = "fixed", "least", "most"
 
 
 class _Given(NamedTuple):
     """A value or a limit of the command line."""
 
-    is_limit: bool
+    kind: _Kind
     name: str
     value: Any
 
     @property
     def prefix(self) -> str:
-        return "--max-" if self.is_limit else "--"
+        return {"fixed": "--", "least": "--min-", "most": "--max-"}[self.kind]
 
     def __str__(self) -> str:
         return flag_and_value(self.name, self.value).replace("--", self.prefix, 1)
@@ -110,7 +112,7 @@ def too_many_ranks(
     Each way out leaves a division of the ranks: one flag or, where none does, several flags together; or more ranks.
     """
     world = constraints.world_size
-    rest = [one for one in _all_of(constraints) if one.is_limit or one.name not in degree_fields()]
+    rest = [one for one in _all_of(constraints) if one.kind == "most" or one.name not in degree_fields()]
     given = [one for name in degree_fields() for one in _all_of(constraints) if one.name == name and one not in rest]
     ranks = math.prod(one.value for one in given)
     if ranks <= world or len(given) < 2:
@@ -125,7 +127,9 @@ def too_many_ranks(
     for one in given:
         smaller = [one._replace(value=d) for d in divisors(world, most=None) if d < one.value]
         works = [less for less in smaller if next(divisions([*_without(given, one), less]), None) is not None]
-        if works:
+        if works and one.kind == "least":
+            ways.append(f"{works[-1]} or less")
+        elif works:
             ways.append(one.flag_with([less.value for less in works]))
     if not ways:
         nearest = min(divisions([]), key=partial(_distance, given), default=None)
@@ -216,14 +220,15 @@ def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[
 
 
 def _all_of(constraints: Constraints) -> list[_Given]:
-    sources = (False, constraints.fixed), (True, constraints.most)
-    return [_Given(is_limit, name, value) for is_limit, values in sources for name, value in values.items()]
+    sources = constraints.fixed, constraints.least, constraints.most
+    pairs = zip(_KINDS, sources, strict=True)
+    return [_Given(kind, name, value) for kind, values in pairs for name, value in values.items()]
 
 
 def _with(constraints: Constraints, given: Sequence[_Given]) -> Constraints:
     """The constraints with only these."""
-    fixed, most = ({one.name: one.value for one in given if one.is_limit == kind} for kind in (False, True))
-    return dataclasses.replace(constraints, fixed=fixed, most=most)
+    fixed, least, most = ({name: value for kind, name, value in given if kind == one} for one in _KINDS)
+    return dataclasses.replace(constraints, fixed=fixed, least=least, most=most)
 
 
 def _without(given: Sequence[_Given], one: _Given) -> list[_Given]:
@@ -240,8 +245,10 @@ def _values(choices: Iterable[Choice], name: str) -> set[Any]:
 
 def _nearest(given: _Given, possible: set[Any]) -> list[Any]:
     """Of the values that a field may have without a constraint on it, those nearest to it."""
-    if given.is_limit:
+    if given.kind == "most":
         return [min(possible)]
+    if given.kind == "least":
+        return [max(possible)]
     if isinstance(given.value, int) and not isinstance(given.value, bool):
         return sorted(sorted(possible, key=lambda value: abs(value - given.value))[:_MOST_NAMED])
     return sorted(possible, key=str)[:_MOST_NAMED]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining, violations
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.messages import divisors, one_of
+from megacore.config.messages import at_most, divisors, one_of
 from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
@@ -44,6 +44,7 @@ class Constraints:
     Attributes:
         world_size: number of ranks.
         most: largest values, by field.
+        least: smallest values, by field.
         fixed: values that the user has given, by field; they are not searched for.
         memory_bytes: that a rank may take; None: what a device of the cluster has for it.
         may_offload: whether a layout that does not fit is tried with --offload-optimizer, which is not given.
@@ -51,6 +52,7 @@ class Constraints:
 
     world_size: int
     most: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: float | None = None
     may_offload: bool = False
@@ -61,7 +63,7 @@ class Constraints:
 
     def within_limits(self, name: str, value: Any) -> bool:
         """Whether the limits allow a field a value; None is within any."""
-        return value is None or value <= self.most.get(name, value)
+        return value is None or self.least.get(name, value) <= value <= self.most.get(name, value)
 
     def among(self, name: str, values: Iterable[T]) -> list[T]:
         """What a field may be: its given value, or those of `values` that are within the limits."""
@@ -92,7 +94,8 @@ def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constrai
     """Numbers of ranks by which the model and the batch may be divided."""
     layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
     most_tp = constraints.most.get("tp", cluster.device.node_ranks)
-    if "tp" not in constraints.most and constraints.fixed.get("tp", 1) > most_tp:  # across nodes, as is asked for
+    asked = constraints.fixed.get("tp", constraints.least.get("tp", 1))
+    if "tp" not in constraints.most and asked > most_tp:  # across nodes, as is asked for
         most_tp = world
     for tp, cp in itertools.product(divisors(world, most=None), context_degrees(config, constraints)):
         if (
@@ -152,35 +155,59 @@ def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[s
     return possible
 
 
-def impossible_degrees(config: ResolvedConfig, constraints: Constraints, *, names_batch: bool = True) -> list[str]:
-    """What is wrong with given degrees that no layout has, whatever the other degrees are.
+def impossible_limits(config: ResolvedConfig, constraints: Constraints, *, names_batch: bool = True) -> list[str]:
+    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
+
+    Limits of which the smallest value is above the largest, and given values that are not within the limits, are left
+    to the caller.
 
     Args:
         config: of the search.
         constraints: what a layout may be.
         names_batch: the global batch size is given, and not taken from the number of ranks.
     """
-    problems, given = list[str](), constraints.fixed
+    possible, problems = possible_degrees(config, constraints), []
     if config.model.experts is None:
-        idle = {flag_and_value(name, given[name]) for name in ("ep", "etp") if name in given}
-        idle |= {f"--max-ep {constraints.most['ep']}"} if "ep" in constraints.most else set()
+        of_experts = {flag_and_value(n, v) for n, v in constraints.fixed.items() if n in ("ep", "etp")}
+        for limit, values_of in (("min", constraints.least), ("max", constraints.most)):
+            of_experts |= {f"--{limit}-ep {value}" for name, value in values_of.items() if name == "ep"}
         problems += [
-            f"{flag} has no effect without experts: leave it out, or use --num-experts" for flag in sorted(idle)
+            f"{flag} has no effect without experts: leave it out, or use --num-experts" for flag in sorted(of_experts)
         ]
-    for name, (values, reason) in possible_degrees(config, constraints).items():
-        if given.get(name, 1) not in values:
-            also = f" and {reason}" if names_batch or name != "dp" else ""
-            problems.append(
-                f"--{name} {given[name]} is not possible: --{name} must divide --world-size {constraints.world_size}"
-                f"{also}, so it can only be {one_of(values)}"
-            )
+    for name, (values, reason) in possible.items():
+        least, most = constraints.least.get(name), constraints.most.get(name)
+        inverted = least is not None and most is not None and least > most
+        if inverted or any(constraints.allow(name, value) for value in values):
+            continue
+        if constraints.fixed.get(name) in values:  # but not within the limits
+            continue
+        flags = {f"--min-{name}": least, f"--max-{name}": most}
+        if name in constraints.fixed:
+            flags = {f"--{name}": constraints.fixed[name]}
+        texts = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+        also = f" and {reason}" if names_batch or name != "dp" else ""
+        said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
+        problems.append(
+            f"{' and '.join(texts)} {said}: --{name} must divide --world-size {constraints.world_size}{also}, so it "
+            f"can only be {one_of(values)}{_other_limits(name, values, least, most)}"
+        )
     return problems
+
+
+def _other_limits(name: str, values: Sequence[int], least: int | None, most: int | None) -> str:
+    """The limits of a degree that leave it one of its values, each with the other limit as it is."""
+    ways = []
+    if least is not None and (below := [value for value in values if most is None or value <= most]):
+        ways.append(f"--min-{name} {at_most(max(below))}")
+    if most is not None and (above := [value for value in values if least is None or value >= least]):
+        ways.append(f"--max-{name} {min(above)} or more")
+    return f": use {', or '.join(ways)}" if ways else ""
 
 
 def context_degrees(config: Config | ResolvedConfig, constraints: Constraints) -> list[int]:
     """The given --cp; or those that leave each rank `LEAST_POSITIONS` or are at most that of the run that the search
-    begins from; within the limit, which may ask for more."""
-    asked = constraints.fixed.get("cp", config.parallel.cp)
+    begins from; within the limits, which may ask for more."""
+    asked = constraints.fixed.get("cp", constraints.least.get("cp", config.parallel.cp))
     most = constraints.most.get("cp", max(config.data.seq_length // LEAST_POSITIONS, asked))
     return [cp for cp in divisors(config.data.seq_length, most=None) if cp <= most and constraints.allow("cp", cp)]
 
