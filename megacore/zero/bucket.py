@@ -460,11 +460,9 @@ class Bucket:
             self._gradients = None
 
     @property
-    def overflow(self) -> Tensor:
-        """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
-        if self._checks is None or not self.options.exact_terms:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._checks.sum()
+    def overflow(self) -> Tensor | None:
+        """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite; None: it adds none."""
+        return None if self._checks is None or not self.options.exact_terms else self._checks.sum()
 
     def part_of_parameters(self, number: int, parts: int) -> Tensor:
         """Part `number` of `parts` of this rank's shard of the parameters, flat, on the device."""

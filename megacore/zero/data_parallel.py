@@ -376,7 +376,8 @@ class DataParallel:
 
     def overflow(self) -> Tensor | float:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
-        return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
+        found = [overflow for bucket in self.buckets if (overflow := bucket.overflow) is not None]
+        return torch.stack(found).sum() if found else 0.0
 
     def weight_check(self, step: int) -> Tensor | float:
         """A scalar: 0 if a part of the parameters that this rank updates is finite, otherwise not finite. Each step

@@ -10,7 +10,7 @@ import torch
 from megacore.config import OptimizerConfig
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizer import scale_gradients
-from megacore.optim.update import clip_factor, square_sum, totals
+from megacore.optim.update import SquareSum, clip_factor, totals
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.data_parallel import DataParallel
@@ -55,8 +55,13 @@ def test_wsd_holds_then_decays(style: str, half: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3_000_001])
 def test_square_sum_is_that_of_double_precision(size: int) -> None:
-    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    assert square_sum(values).item() == pytest.approx(values.double().square().sum().item(), rel=3e-7)
+    values, found = torch.randn(size, generator=torch.Generator().manual_seed(size)), SquareSum()
+    expected = 4 * values.double().square().sum().item()
+    found.add(values.clone())
+    found.add(values, weight=3)
+    values.zero_()
+    assert float(found.value()) == pytest.approx(expected, rel=3e-7)
+    assert SquareSum().value() == 0.0
 
 
 class Layer(torch.nn.Module):
