@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import tomllib
 import types
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -46,36 +47,23 @@ from tools.convert_checkpoint import main as convert
 # ---- checkpoints of known tensors, written from the descriptions of the formats, apart from what megacore reads ------
 
 VOCAB, PADDED, HIDDEN, HEADS, LAYERS, POSITIONS = 21, 24, 16, 4, 4, 12
-ARGS = {
-    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": 4 * HIDDEN,
-    "kv_channels": HIDDEN // HEADS, "max_position_embeddings": POSITIONS, "layernorm_epsilon": 1e-5,
-    "padded_vocab_size": PADDED,
-}  # fmt: skip
-SIZES: dict[str, Any] = {
-    "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "max_position_embeddings": POSITIONS,
-    "vocab_size": VOCAB, "hidden_dropout": 0.1, "attention_dropout": 0.1,  # Megatron-LM's defaults
-}  # fmt: skip
-OF_LLAMA: dict[str, Any] = {
-    "ffn_hidden_size": 24, "normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope",
-    "disable_bias_linear": True, "untie_embeddings_and_output_weights": True,
-}  # fmt: skip
+TABLES = tomllib.loads(Path(__file__).with_name("megatron_files.toml").read_text(encoding="utf-8"))
+
+
+def fields_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table of megatron_files.toml has, after the table that it begins with."""
+    before = fields_of(TABLES[table["of"]]) if "of" in table else {}
+    return before | {name: value for name, value in table.items() if name != "of"}
+
+
+ARGS, SIZES, OF_LLAMA, LLAMA_ARGS = (fields_of(TABLES[name]) for name in ("args", "sizes", "llama", "llama_args"))
+GROUPED, GROUPED_ARGS = fields_of(TABLES["grouped"]), fields_of(TABLES["grouped_args"])
 GPT = ModelConfig(**SIZES).resolve(seq_length=POSITIONS)
 
 
 def llama(**fields: Any) -> ModelConfig:
     """A small Llama, with further fields or others."""
     return ModelConfig(**{**SIZES, **OF_LLAMA, **fields})
-
-
-LLAMA_ARGS = {
-    "ffn_hidden_size": 24, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False,
-    "position_embedding_type": "rope", "rotary_base": 10_000, "untie_embeddings_and_output_weights": True,
-    "vocab_size": VOCAB,
-}  # fmt: skip
-"""What Megatron-LM's args say of `llama()`, beside `ARGS`."""
-GROUPED: dict[str, Any] = {"num_query_groups": 2, "rotary_base": 500_000.0}
-"""Fields of `llama` with grouped queries and Llama 3's base."""
-GROUPED_ARGS = {**LLAMA_ARGS, "group_query_attention": True, "num_query_groups": 2, "rotary_base": 500_000}
 
 
 def tensors_of(config: ResolvedModel) -> dict[str, Tensor]:
@@ -141,21 +129,10 @@ def state(model: dict[str, Any], version: float | None, **args: Any) -> dict[str
     return made | ({} if version is None else {"checkpoint_version": version}) | model
 
 
-# Our name in a block -> Megatron-LM's, and which part of its weight and bias a tensor-parallel rank has.
-LEGACY = {
-    "attention_norm": ("input_layernorm", "whole"),
-    "mlp_norm": ("post_attention_layernorm", "whole"),
-    "attention.output": ("self_attention.dense", "columns"),
-    "mlp.down": ("mlp.dense_4h_to_h", "columns"),
-    "attention.qkv": ("self_attention.query_key_value", "rows"),
-    "mlp.up": ("mlp.dense_h_to_4h", "rows"),
-}
-
-
 def legacy_blocks(values: dict[str, Tensor], numbers: range, tp: int, rank: int, version: float) -> dict[str, Tensor]:
     found = {}
     for local, i in enumerate(numbers):
-        for (ours, (theirs, part)), kind in itertools.product(LEGACY.items(), ("weight", "bias")):
+        for (ours, (theirs, part)), kind in itertools.product(TABLES["legacy"].items(), ("weight", "bias")):
             value = values[f"blocks.{i}.{ours}.{kind}"]
             value = rows(value, tp, rank) if part == "rows" else value
             value = columns(value, tp, rank) if part == "columns" and kind == "weight" else value
@@ -424,15 +401,7 @@ def test_the_row_that_ends_a_document_stays(
 
 # ---- to Megatron-LM --------------------------------------------------------------------------------------------------
 
-LLAMA = llama(
-    **GROUPED, hidden_dropout=0.0, attention_dropout=0.0, rope_scaling="llama3", rope_scaling_factor=8.0,
-    rope_original_max_positions=8192, add_qkv_bias=True, qk_layernorm=True, make_vocab_size_divisible_by=8,
-).resolve(seq_length=POSITIONS)  # fmt: skip
-
-
-NEMOTRON = llama(
-    normalization="LayerNorm", layernorm_1p=True, activation="relu2", rotary_percent=0.5, num_query_groups=2
-).resolve(seq_length=POSITIONS)
+LLAMA, NEMOTRON = (llama(**fields_of(TABLES[name])).resolve(seq_length=POSITIONS) for name in ("llama_3", "nemotron"))
 
 
 def checkpoint_of(config: ResolvedModel, path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -481,17 +450,7 @@ def test_ranks_have_the_names_and_shapes_of_megatron_core(tmp_path: Path) -> Non
         state, last = (torch.load(files[f"mp_rank_{rank}_001"], weights_only=True) for rank in ("00", "01"))
     assert sorted(files) == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
     shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
-    layer = {
-        "self_attention.linear_qkv.layer_norm_weight": (16,),
-        "self_attention.linear_qkv.weight": (16, 16),
-        "self_attention.linear_qkv.bias": (16,),
-        "self_attention.q_layernorm.weight": (4,),
-        "self_attention.k_layernorm.weight": (4,),
-        "self_attention.linear_proj.weight": (16, 8),
-        "mlp.linear_fc1.layer_norm_weight": (16,),
-        "mlp.linear_fc1.weight": (24, 16),
-        "mlp.linear_fc2.weight": (16, 12),
-    }
+    layer = {name: tuple(shape) for name, shape in TABLES["shapes_of_core"].items()}
     of_layers = {f"decoder.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
     assert shapes == of_layers | {"decoder.final_layernorm.weight": (16,), "output_layer.weight": (16, 16)}
     gate_up = state["model"]["decoder.layers.0.mlp.linear_fc1.weight"]
@@ -527,20 +486,9 @@ def test_what_cannot_be_written_for_megatron_is_refused(
 
 EXPERTS = 4
 DENSE = llama().resolve(seq_length=POSITIONS)
-SECTION = ExpertsConfig(
-    num_experts=EXPERTS, moe_ffn_hidden_size=8, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
-    moe_router_enable_expert_bias=True, moe_router_num_groups=2, moe_router_group_topk=1, moe_shared_expert_size=12,
-    moe_shared_expert_gate=True, moe_first_dense_layers=1, moe_layer_freq=2,
-)  # fmt: skip
+SECTION = ExpertsConfig(**TABLES["experts"])
 MIXTURE: ResolvedModel = dataclasses.replace(DENSE, experts=SECTION.resolve(24))
-MOE_ARGS: dict[str, Any] = {
-    **LLAMA_ARGS, "num_layers": LAYERS, "num_experts": EXPERTS, "moe_ffn_hidden_size": 8, "moe_router_topk": 2,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_pre_softmax": True,  # as recipes of DeepSeek-V3 have it; without effect
-    "moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True,
-    "moe_layer_freq": [0, 1, 0, 1], "moe_router_load_balancing_type": "seq_aux_loss", "moe_grouped_gemm": True,
-}  # fmt: skip
+MOE_ARGS = fields_of(TABLES["experts_args"])
 
 
 def of_experts(values: dict[str, Tensor], mlp: str, tp: int, rank: int, numbers: range, form: str) -> dict[str, Tensor]:
@@ -642,49 +590,16 @@ def test_experts_of_the_torch_dist_format(stacked: bool, tmp_path: Path) -> None
     assert CheckpointTensors(tmp_path / "out").config == config
 
 
-LATE_SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
-SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
-SMALL_MOE = {**MOE_ARGS, **SMALL, "num_layers": LAYERS}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        *(({**SMALL, name: True}, f"{name} is 'True', which megacore does not have")
-          for name in ("quick_geglu", "leaky_relu", "swish")),
-        *(({**SMALL_MOE, **flags}, said) for flags, said in (
-            ({"add_bias_linear": True}, "add_bias_linear is True, but experts have no biases in megacore"),
-            ({"moe_layer_freq": [1, 1, 0, 1]}, "moe_layer_freq is .* every Nth block"),
-            ({"moe_layer_freq": "[0]"}, "moe_layer_freq is"),
-            ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is '1.0', which megacore does not have"),
-            ({"moe_router_load_balancing_type": "sinkhorn"}, "is 'sinkhorn', which megacore does not have"),
-            ({"moe_router_score_function": "sqrtsoftplus"}, "sqrtsoftplus"),
-            ({"moe_router_topk": "2"}, "moe_router_topk is '2', not a int"),
-            ({"moe_router_topk": 9}, "moe-router-topk 9 must be at most --num-experts 4"),
-            ({**LATE_SOFTMAX, "moe_router_enable_expert_bias": 0}, "moe_router_enable_expert_bias is '0', not a bool"),
-            (LATE_SOFTMAX, "compared by sums of logits, and in megacore by sums of scores"),
-        )),
-    ],
-)  # fmt: skip
-def test_flags_of_another_model_are_refused_and_never_guessed(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+@pytest.mark.parametrize("row", TABLES["refused"], ids=lambda row: row["says"])
+def test_flags_of_another_model_are_refused_and_never_guessed(row: dict[str, Any]) -> None:
+    flags = fields_of(row)
+    with pytest.raises(CheckpointError, match=flags.pop("says")):
         model_of(flags, 64, 60, "here")
 
 
-@pytest.mark.parametrize(
-    ("flags", "fields"),
-    [
-        ({}, {"activation": "gelu"}),
-        ({"bias_gelu_fusion": False}, {"activation": "gelu-exact"}),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, {"activation": "gelu"}),
-        ({"add_bias_linear": False}, {"activation": "gelu-exact"}),
-        ({"swiglu": True, "squared_relu": False}, {"activation": "swiglu"}),
-        *(({**SMALL_MOE, "moe_layer_freq": pattern}, {"moe_first_dense_layers": first, "moe_layer_freq": frequency})
-          for pattern, first, frequency in ((1, 0, 1), (2, 0, 2), ([0, 1, 1, 1], 1, 1), ([0, 0, 0, 1], 3, 1))),
-    ],
-)  # fmt: skip
-def test_the_flags_choose_activations_and_blocks_with_experts(flags: dict[str, Any], fields: dict[str, Any]) -> None:
-    model = model_of({**SMALL, **flags}, 64, 60, "here")
+@pytest.mark.parametrize("row", TABLES["chosen"], ids=lambda row: str(row["flags"]))
+def test_the_flags_choose_activations_and_blocks_with_experts(row: dict[str, Any]) -> None:
+    model, fields = model_of(fields_of(row["flags"]), 64, 60, "here"), row["fields"]
     found = model if "activation" in fields else model.experts
     assert {name: getattr(found, name) for name in fields} == fields
 
@@ -831,18 +746,8 @@ REFUSED: list[tuple[Harm, str]] = [
     (holds(table(20, "a", "b")), "repeat or copy"),
     (holds({"wide": torch.ones(1).expand(1 << 20)}), "but its tensors would take 4,194,320"),
     (compressed, "its archive is compressed"),
-    (says(num_experts=8), "experts have no biases in megacore"),
-    (says(position_embedding_type="yarn"), "position_embedding_type is 'yarn'"),
-    (says(no_rope_freq=4), "no_rope_freq is '4'"),
-    (says(enable_hyper_connections=True), "enable_hyper_connections is 'True'"),
-    (says(spec=["my.specs", "mine"]), "spec is"),
-    (says(position_embedding_type="rope", rotary_base="x"), "rotary_base is 'x', not a number"),
+    *((says(**{name: value for name, value in row.items() if name != "says"}), row["says"]) for row in TABLES["unfit"]),
     (says(hidden_size=10**400), "is not a finite number"),
-    (says(num_layers="4"), "num_layers is '4', not a int"),
-    (says(tensor_model_parallel_size=2), "its tensor_model_parallel_size is 2"),
-    (says(hidden_size=32, kv_channels=8), "but its args make it"),
-    (says(num_layers=3), "has blocks.3"),
-    (says(num_layers=5), "lacks blocks.4"),
     (lambda path: (without(path) / "model_optim_rng.pt").unlink(), "model_optim_rng.pt is missing"),
     (lambda path: shutil.rmtree(without(path)), "lacks the file of tensor rank 1, pipeline rank 1"),
     (lambda path: (write_legacy(path, tensors_of(GPT)) / NEWEST).write_text("../etc"), "says '../etc', not a number"),
