@@ -43,7 +43,7 @@ class Settings:
         for section in sections:
             values.update(section.__dict__)
         given = {name for section in sections for name in section.set_fields}
-        for name in wrong:
+        for name in (*wrong, "set_fields"):  # a section's own
             values.pop(name, None)
         values.update(further, _kinds=list(map(type, sections)), _sections=sections, _given=given, _wrong=wrong)
 

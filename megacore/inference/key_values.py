@@ -52,8 +52,8 @@ class KeyValues:
     def of(cls, stage: Stage, config: ResolvedModel, capacity: int) -> KeyValues | None:
         """None for a model in which a token changes what earlier ones have left: one with layers of a program's own,
         rotations that depend on the length, or experts with a capacity. Arguments as for this class."""
-        first, *blocks, last = stage.layers
-        own = type(first) is GPTEmbedding and type(last) is GPTHead and all(map(_is_own, blocks))
+        kinds = [type(layer) for layer in stage.layers]
+        own = kinds[:1] == [GPTEmbedding] and kinds[-1:] == [GPTHead] and all(map(_is_own, stage.layers[1:-1]))
         drops = config.experts is not None and config.experts.moe_expert_capacity_factor is not None
         if not own or drops or config.rope_scaling in _BY_LENGTH:
             return None

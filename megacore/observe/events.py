@@ -98,10 +98,12 @@ class EngineEvents(Events):
 
     def __init__(self) -> None:
         super().__init__([])
+        self._is_open = False
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         """Note what the program logs."""
-        if not self.sinks:
+        if not self._is_open:
+            self._is_open = True
             directory = Path(run.config.training.output_dir)
             directory.mkdir(parents=True, exist_ok=True)
             info = RunInfo(output_dir=directory, first_step=max(run.step - 1, 0), config=run.config)

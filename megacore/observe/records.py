@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 _LONGEST_LINE = 1 << 24
@@ -21,5 +21,9 @@ def json_lines(file: BinaryIO) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def finite(value: Any) -> Any:
-    """The value, or None for a number that is not finite: JSON has none of these."""
+    """The value with None for each number in it that is not finite: JSON has none of these."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

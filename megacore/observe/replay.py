@@ -24,6 +24,7 @@ from megacore.config.messages import counted
 from megacore.errors import ConfigError, SilentCorruption
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
+from megacore.parallel.fp8 import fp8_products
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.schedule import first_backward
@@ -97,6 +98,8 @@ class Replay(StepHook):
             loss = runtime.train_step(microbatches, loss_weight, once, on_loss=once.see_loss)
         after = [buffer.clone() for buffer in buffers]
         _set(buffers, before)
+        for products in (found for chunk in self._model.chunks for found in fp8_products(chunk)):
+            products.kept = None if products.kept is None else {}  # quantised again too
         again = _Recorded(data_parallel, self._number, discards=True)
         with data_parallel.observed_by(again):
             runtime.replay(microbatches, self._number, loss_weight, again, on_loss=again.see_loss)

@@ -110,7 +110,7 @@ class MetricsFile(Sink):
         Raises:
             StorageError: it cannot be written, and is not to be dropped.
         """
-        line = json.dumps({key: finite(value) for key, value in event.values.items()}, allow_nan=False) + "\n"
+        line = json.dumps(finite(event.values), allow_nan=False) + "\n"
         if not self._written(partial(self._file.append, line.encode())):
             self._dropped += 1
 
@@ -185,8 +185,9 @@ class EventsFile(Sink):
 
     def take(self, event: Event) -> None:
         """Append a line."""
-        about: dict[str, Any] = {"event": event.kind, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-        line = json.dumps({**about, "step": event.step, **event.values})
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        about: dict[str, Any] = {"event": event.kind, "time": now, "step": event.step}
+        line = json.dumps(finite({**about, **event.values, **about}), allow_nan=False, default=str)
         try:
             self._file = self._file or GrowingFile(self._path)
             self._file.append(f"{line}\n".encode())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.config.fp8 import is_fp8
 from megacore.config.logits import logits_bytes
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
@@ -209,7 +210,7 @@ def _estimated(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, cop
         host={**held.host, **host},
         activations=activations,
         in_flight=sum(flying),
-        working=working + _of_replicas(config, on_rank),
+        working=working + _of_replicas(config, on_rank) + _quantised(config, on_rank),
         absent=held.absent + absent,
         microbatch=microbatch,
     )
@@ -292,6 +293,14 @@ def _of_replicas(config: ResolvedConfig, on_rank: OnRank) -> float:
     largest = max(map(max, on_rank.by_layer))
     gathered = ELEMENT_BYTES[config.precision.precision] if zero_stage(config) == 3 else 0
     return largest * (term_bytes(config) + gathered)
+
+
+def _quantised(config: ResolvedConfig, on_rank: OnRank) -> float:
+    """Weights in fp8, by rows and by columns, which the microbatches of a step share."""
+    if config.precision.fp8 == "none" or config.microbatches == 1 or zero_stage(config) == 3:
+        return 0.0
+    held = (pair for both in zip(on_rank.chunks, on_rank.by_layer, strict=True) for pair in zip(*both, strict=True))
+    return 2.0 * sum(count for layer, count in held if layer.block is not None and is_fp8(layer.name, config))
 
 
 def copied_logits(config: ResolvedConfig) -> float:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
+TRAINERS_KINDS = ("log", "evaluate", "message")
+"""Kinds of events that `Run.emit` does not take: figures, with callbacks of their own, and what `Run.say` says."""
+
+
 class Event(NamedTuple):
     """Something that happened to a run (megacore/observe/events.py lists the kinds).
 
@@ -72,8 +76,8 @@ class Run(Protocol):
         """Steps taken."""
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Let every callback of this rank know of an `Event` of this step; what rank 0 emits
-        is a line of events.jsonl."""
+        """Let every callback of this rank know of an `Event` of this step, of a kind that is none of `TRAINERS_KINDS`;
+        what rank 0 of a trainer emits is a line of events.jsonl."""
 
     def say(self, text: str) -> None:
         """Tell the user something: emit a message."""
@@ -146,11 +150,13 @@ class Callbacks:
 
     def emit(self, kind: str, **values: Any) -> None:
         """Something else happened."""
+        if kind in TRAINERS_KINDS:
+            raise ValueError(f"the kind {kind!r} of events is the trainer's: use a name of your own, or run.say")
         self.call(Callback.on_event, Event(self._run.step, kind, values))
 
     def say(self, text: str) -> None:
         """Tell the user something."""
-        self.emit("message", text=text)
+        self.call(Callback.on_event, Event(self._run.step, "message", {"text": text}))
 
     def on_error(self, error: BaseException) -> None:
         """The run ends with an exception, which no other one hides: an exception in a callback is printed."""

@@ -249,7 +249,7 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Marks a step for the watchdog and the callbacks."""
+        """Marks a step for the watchdog and the callbacks, whose end of a step is a part of it."""
         number = self.step + 1
         self._callbacks.call(Callback.on_step_begin, number)
         watchdog().begin_step(number, self.config, self.mesh)

@@ -303,7 +303,9 @@ class Bucket:
         self.sums_gradients, self._loss_scale = sums_gradients or self.group.size == 1, loss_scale
         if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
             self._download_event.wait()
-        self._shard_gradients, self._checks = None, None
+        self.finish_reduction()  # of gradients that nobody took
+        self.finish_sum_across()
+        self._shard_gradients, self._checks, self._is_partial = None, None, False
         if self._host is not None:
             self._host.begin_step()
         if self._forgets:

@@ -273,6 +273,7 @@ class DataParallel:
             compresses: whether `compression` of the options applies. Gradients of no step of the optimizer go without
                 it, so that the errors of the compression stay as they are.
         """
+        self._last_reduced = None, False
         for bucket in self.buckets:
             bucket.begin_step(loss_scale, sums_gradients=sums_gradients, compresses=compresses)
 
@@ -410,9 +411,11 @@ class DataParallel:
         at most two buckets, the one being reduced and the one that backward fills meanwhile. Where other groups hold
         copies of its shard, wait too: their sum begins beside backward."""
         before, is_complete = self._last_reduced
-        if before is not None and (before.reduction_takes_memory or before.across.size > 1):
+        # With streams no more than one sum is on the device.
+        sums_across = is_complete and self.options.overlap_grad_reduce and self._streams is None
+        if before is not None and (before.reduction_takes_memory or (sums_across and before.across.size > 1)):
             before.finish_reduction()
-            if is_complete and self._streams is None:  # with streams, no more than one is on the device
+            if sums_across:
                 before.begin_sum_across()
         bucket.reduce()
         self._last_reduced = bucket, self._is_last

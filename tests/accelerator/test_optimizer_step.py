@@ -175,8 +175,8 @@ def test_launches_grow_with_the_number_of_buckets_alone(tmp_path: Path) -> None:
     cases = [({**options, "bucket_size_mb": mb}, True) for options, mb in ((few, 1.0), (BF16, 1.0), (BF16, 8.0))]
     steps = steps_of(tmp_path, 1, *cases)
     assert len({step.buckets for step in steps}) > 1
-    assert len({step.launches - 2 * step.buckets - step.remainders for step in steps}) == 1
-    assert steps[0].launches - 2 * steps[0].buckets - steps[0].remainders <= 52
+    (rest,) = {step.launches - 2 * step.buckets - step.remainders for step in steps}
+    assert rest <= 52
 
 
 def test_gradients_of_16_bits_are_not_widened_all_at_once(tmp_path: Path) -> None:

@@ -243,12 +243,14 @@ def test_what_a_callback_tells_is_printed_and_recorded(tmp_path: Path, capsys: p
         def on_step_end(self, run: Run, result: StepResult) -> None:
             if result.step == 3:
                 run.say("half way")
-                run.emit("hot", celsius=91)
+                run.emit("hot", celsius=[91, math.nan], step=7, where=Path("rack"))
+                with pytest.raises(ValueError, match="'log' of events is the trainer's"):
+                    run.emit("log", loss=1.0)
 
     train(tmp_path, Tells())
     assert "\nhalf way\n" in capsys.readouterr().out
     (event,) = [e for line in (tmp_path / "events.jsonl").open() if (e := json.loads(line))["event"] == "hot"]
-    assert event == {"event": "hot", "time": event["time"], "step": 3, "celsius": 91}
+    assert event == {"event": "hot", "time": event["time"], "step": 3, "celsius": [91, None], "where": "rack"}
 
 
 # ---- TensorBoard

@@ -734,7 +734,6 @@ BOMBS = {
     b"\x8b\0\0\x10\0" + b"\1" * (1 << 20) + b".": "LONG4",
 }  # fmt: skip
 FULL = {b"X\xff\xff\xff\xff": "more than 1,073,741,824", b"c": "a line of more than 1,048,576"}
-NEWEST = "latest_checkpointed_iteration.txt"
 PLACES = ("args", "model", "optimizer", "whole")
 REFUSED: list[tuple[Harm, str]] = [
     *((runs_something(place), "holds more than tensors and flags") for place in PLACES),
@@ -750,7 +749,8 @@ REFUSED: list[tuple[Harm, str]] = [
     (says(hidden_size=10**400), "is not a finite number"),
     (lambda path: (without(path) / "model_optim_rng.pt").unlink(), "model_optim_rng.pt is missing"),
     (lambda path: shutil.rmtree(without(path)), "lacks the file of tensor rank 1, pipeline rank 1"),
-    (lambda path: (write_legacy(path, tensors_of(GPT)) / NEWEST).write_text("../etc"), "says '../etc', not a number"),
+    (lambda path: (write_legacy(path, tensors_of(GPT)) / "latest_checkpointed_iteration.txt").write_text("../etc"),
+     "says '../etc', not a number"),
     (of_rank_1("layers.2.input_layernorm.bias", lambda x: x + 1e-6), "copies of blocks.2.attention_norm.bias"),
     (
         of_rank_1("layers.1.mlp.dense_h_to_4h.weight", lambda x: x[:, :-1]),

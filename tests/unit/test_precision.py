@@ -24,6 +24,8 @@ SCALES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
     "it halves after as many overflows as hysteresis allows": ({}, "----", [16, 8, 4, 2]),
     "growth restores the allowance": ({}, "-+++--", [16, 16, 16, 32, 32, 16]),
     "no overflow lowers the least": ({"hysteresis": 1, "min_loss_scale": 8.0}, "--", [8, 8]),
+    "growth ends within fp32": ({"initial_loss_scale": 2.0**126, "loss_scale_window": 1}, "+++", [2.0**127] * 3),
+    "an overflow begins the window anew": ({"hysteresis": 1}, "++-+++", [16, 16, 8, 8, 8, 16]),
     "a fixed scale stays": ({"loss_scale": 128.0}, "-++++++++++", [128] * 11),
     "and that of bf16": ({"precision": "bf16"}, "-++++++++++", [1] * 11),
 }
