@@ -222,7 +222,7 @@ def write(only: str, workers: int) -> None:
         if name != "runs":
             found = portable(collect(ROOT, {name: keys | set(map(plain_line, SCRIPTS))}, workers)[name])
             before = written(name)
-            rows = {key: found.get(key) or before.get(key) for key in COLLECTIONS[name]()}
+            rows: dict[str, Any] = {key: found.get(key) or before.get(key) or {} for key in COLLECTIONS[name]()}
             if never := [key for key, row in rows.items() if not row]:
                 raise ValueError(f"--only leaves out what was never written: {', '.join(never)}")
             if name == "argv":
