@@ -218,7 +218,10 @@ def written(collection: str) -> dict[str, Outcome]:
 
 def write(only: str, workers: int) -> None:
     """Write the data that no processor decides from this tree; of a collection, what is chosen."""
-    for name, keys in chosen(only).items():
+    works = chosen(only)
+    if not any(keys for name, keys in works.items() if name != "runs"):
+        raise ValueError(f"--only {only} names runs, whose numbers are never written: compare them, with --base HEAD~1")
+    for name, keys in works.items():
         if name != "runs":
             found = portable(collect(ROOT, {name: keys | set(map(plain_line, SCRIPTS))}, workers)[name])
             before = written(name)
@@ -241,11 +244,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.only.partition(":")[0] not in ("", *COLLECTIONS):
         parser.error(f"--only takes {', '.join(COLLECTIONS)}, not {given.only}")
+    if given.workers < 1:
+        parser.error(f"--workers {given.workers} must be at least 1: use --workers 2")
     try:
         if given.base is not None:
             return compare(given.base, given.only, given.workers)
         write(given.only, given.workers)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         parser.error(str(error))
     return 0
 

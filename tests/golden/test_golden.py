@@ -29,3 +29,9 @@ def test_what_is_written_down_holds(collection: str, part: int) -> None:
     found = make.portable(make.collect(ROOT, {collection: {*keys, *plain}}, workers=1)[collection])
     wrong = [f"{key}\n  {line}" for key in keys for line in differences(expected[key], found[key])]
     assert not wrong, "\n".join([f"{len(wrong)} differences from tests/golden ('new' is this tree):", *wrong])
+
+
+def test_every_row_is_written_down() -> None:
+    for collection in PARTS:
+        written = make.written(collection)
+        assert not [key for key in make.COLLECTIONS[collection]() if not written.get(key)]

@@ -79,7 +79,10 @@ class Worker:
         request |= {"environment": dict(environment or {}), "only_configure": only_configure, "seconds": patience(90)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker of {self.tree} ended with {self._process.wait()}; its error is above")
+        answer = json.loads(line)
         names = {str(folder): "{dir}", str(owner): "{tree}", str(self.tree): "{tree}"}
         for kind in ("out", "err"):
             answer[kind] = _HOST.sub("on {host}", _STARTING.sub("", _SEARCHED.sub("0", answer[kind])))

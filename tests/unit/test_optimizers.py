@@ -126,22 +126,26 @@ def iterated(matrix: Tensor) -> Tensor:
     return x
 
 
-def muon(weights: Weights, gradients: list[Weights]) -> None:
+def muon(scale: Callable[[int, int], float]) -> Reference:
     """Liu et al. 2025, section 2; in the projection of queries, keys and values a matrix is that of one head."""
     heads = [slice(start, start + 3) for start in range(0, 18, 3)]
-    for name, weight in weights.items():
-        if not name.startswith("blocks.") or weight.dim() == 1:
-            ADAMW({name: weight}, gradients)
-            continue
-        momentum = torch.zeros_like(weight)
-        for of_step in gradients:
-            momentum = 0.9 * momentum + 0.1 * of_step[name]
-            step = torch.empty_like(weight)
-            for rows in heads if "qkv" in name else [slice(None)]:
-                matrix = momentum[rows]
-                step[rows] = 0.2 * max(matrix.shape) ** 0.5 * iterated(matrix)
-            weight *= 1 - LR * DECAY
-            weight -= LR * step
+
+    def reference(weights: Weights, gradients: list[Weights]) -> None:
+        for name, weight in weights.items():
+            if not name.startswith("blocks.") or weight.dim() == 1:
+                ADAMW({name: weight}, gradients)
+                continue
+            momentum = torch.zeros_like(weight)
+            for of_step in gradients:
+                momentum = 0.9 * momentum + 0.1 * of_step[name]
+                step = torch.empty_like(weight)
+                for rows in heads if "qkv" in name else [slice(None)]:
+                    matrix = momentum[rows]
+                    step[rows] = 0.2 * scale(*matrix.shape) ** 0.5 * iterated(matrix)
+                weight *= 1 - LR * DECAY
+                weight -= LR * step
+
+    return reference
 
 
 def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
@@ -158,20 +162,27 @@ def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
         weights[name].copy_(weight)
 
 
-def torchs_adafactor(weights: Weights, gradients: list[Weights]) -> None:
+def torchs_adafactor(eps1: float) -> Reference:
     """The embedding is not factored, as if it were a vector, and decays all the same."""
-    reference = torchs(torch.optim.Adafactor, beta2_decay=-0.7, eps=(1e-7, 1e-2), d=1.0)
-    name = "embedding.tokens.weight"
-    reference({other: weight for other, weight in weights.items() if other != name}, gradients)
-    flat = weights[name].view(-1)
-    optimizer = torch.optim.Adafactor([flat], lr=LR, weight_decay=DECAY, beta2_decay=-0.7, eps=(1e-7, 1e-2), d=1.0)
-    for of_step in gradients:
-        flat.grad = of_step[name].reshape(-1)
-        optimizer.step()
+    options: dict[str, Any] = {"beta2_decay": -0.7, "eps": (eps1, 1e-2), "d": 1.0}
+
+    def reference(weights: Weights, gradients: list[Weights]) -> None:
+        name = "embedding.tokens.weight"
+        others = {other: weight for other, weight in weights.items() if other != name}
+        torchs(torch.optim.Adafactor, **options)(others, gradients)
+        flat = weights[name].view(-1)
+        optimizer = torch.optim.Adafactor([flat], lr=LR, weight_decay=DECAY, **options)
+        for of_step in gradients:
+            flat.grad = of_step[name].reshape(-1)
+            optimizer.step()
+
+    return reference
 
 
 ADAMW = torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)
 SGD: dict[str, Any] = {"sgd_momentum": 0.8}
+HEADS: dict[str, Any] = {"muon_momentum": 0.9, "muon_nesterov": False, "muon_split_qkv": "heads"}
+FACTORED: dict[str, Any] = {"adafactor_beta2_decay": -0.7, "adafactor_eps2": 1e-2}
 MUON: dict[str, Any] = {"muon_momentum": 0.9, "muon_ns_dtype": "bf16", "muon_scale_mode": "shape_scaling"}
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "adamw": (ADAM, ADAMW),
@@ -181,9 +192,11 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "sgd-plain": (config.SGDConfig(sgd_momentum=0.0), torchs(torch.optim.SGD)),
     "lamb": (config.LambConfig(), lamb(0.0, math.inf)),
     "lamb-limits": (config.LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
-    "muon": (config.MuonConfig(muon_momentum=0.9, muon_nesterov=False, muon_split_qkv="heads"), muon),
+    "muon": (config.MuonConfig(**HEADS), muon(max)),
+    "muon-rms": (config.MuonConfig(**HEADS, muon_scale_mode="unit_rms_norm"), muon(lambda rows, columns: rows / columns)),
     "muon-torch": (config.MuonConfig(**MUON, muon_extra_scale_factor=1.0, muon_split_qkv="none"), torchs_muon),
-    "adafactor": (config.AdafactorConfig(adafactor_beta2_decay=-0.7, adafactor_eps2=1e-2), torchs_adafactor),
+    "adafactor": (config.AdafactorConfig(**FACTORED), torchs_adafactor(1e-7)),
+    "adafactor-floor": (config.AdafactorConfig(**FACTORED, adafactor_eps1=0.9), torchs_adafactor(0.9)),
     "lion": (config.LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
 
