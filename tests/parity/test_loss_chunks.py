@@ -106,7 +106,9 @@ def test_sixteen_bits_in_chunks_are_as_exact_as_of_all_logits(dtype: torch.dtype
 
 
 def test_of_equal_logits_the_first_token_is_the_likeliest() -> None:
-    layer = ChunkedLoss(vocab_size=9, chunks=4, group=ALONE, sequence_parallel=False, products=TORCH, split_backward=False)
+    layer = ChunkedLoss(
+        vocab_size=9, chunks=4, group=ALONE, sequence_parallel=False, products=TORCH, split_backward=False
+    )
     x, weight = torch.ones(1, 2, 4), torch.zeros(9, 4)
     weight[[3, 7]] = 1.0
     _, likeliest = layer.losses_and_likeliest(x, weight, None, torch.zeros(1, 2, dtype=torch.int64), OPTIONS[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -193,7 +194,7 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "lamb": (config.LambConfig(), lamb(0.0, math.inf)),
     "lamb-limits": (config.LambConfig(lamb_min_coeff=0.5, lamb_max_coeff=1.1), lamb(0.5, 1.1)),
     "muon": (config.MuonConfig(**HEADS), muon(max)),
-    "muon-rms": (config.MuonConfig(**HEADS, muon_scale_mode="unit_rms_norm"), muon(lambda rows, columns: rows / columns)),
+    "muon-rms": (config.MuonConfig(**HEADS, muon_scale_mode="unit_rms_norm"), muon(operator.truediv)),
     "muon-torch": (config.MuonConfig(**MUON, muon_extra_scale_factor=1.0, muon_split_qkv="none"), torchs_muon),
     "adafactor": (config.AdafactorConfig(**FACTORED), torchs_adafactor(1e-7)),
     "adafactor-floor": (config.AdafactorConfig(**FACTORED, adafactor_eps1=0.9), torchs_adafactor(0.9)),
