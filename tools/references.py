@@ -42,7 +42,7 @@ LISTED = {
     "Data": ("train_tokenizer", "preprocess_data", "merge_datasets"),
     "Before a run": ("rehearse", "plan", "verify", "draw_schedule", "draw_lr"),
     "During and after a run": (
-        "where", "generate", "fill_mask", "perplexity", "inspect_checkpoint", "convert_checkpoint", "report",
+        "where", "generate", "fill_mask", "perplexity", "inspect_checkpoint", "audit", "convert_checkpoint", "report",
     ),
 }  # fmt: skip
 """Tools by the section of the page that has them."""

@@ -28,7 +28,7 @@ from megacore.zero.local_segments import LocalSegment
 
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
-_WEIGHTS = StateKind(name=MODEL)
+WEIGHTS = StateKind(name=MODEL)
 
 
 class Entry(NamedTuple):
@@ -79,16 +79,16 @@ class TrainingState:
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
-            for kind in (_WEIGHTS, *self.optimizer.kinds):
+            for kind in (WEIGHTS, *self.optimizer.kinds):
                 if bucket.options.stage == 0:  # this rank has all of every parameter
                     tensors = self._live(bucket, kind)
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
-                        shard = bucket.master if kind is _WEIGHTS else self._optimizer_shard(bucket, kind)
+                        shard = bucket.master if kind is WEIGHTS else self._optimizer_shard(bucket, kind)
                     tensors = bucket.gather(shard)
                 for name, tensor in tensors.items():
                     if kind.exists(whole=name in bucket.unsplit):
-                        spec = _spec_of_state(kind, specs[name])
+                        spec = spec_of_state(kind, specs[name])
                         yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
             yield from (Entry(*entry) for entry in errors_of(bucket))
         for name, buffer in self.buffers.items():
@@ -117,14 +117,14 @@ class TrainingState:
                 part = scratch[: math.prod(shape)].view(shape)
                 wanted = _wanted(parameter.spec, rows)
                 first = local.segment.start - rows.start * width
-                for kind in (_WEIGHTS, *kinds):
+                for kind in (WEIGHTS, *kinds):
                     if not kind.exists(whole=local.run.shape is not None):
                         continue
                     if kind.per == "element":
                         _read_part(part, read, kind.name, parameter.spec.name, wanted)
                         values = part.view(-1)[first : first + local.segment.stop - local.segment.start]
                     else:
-                        spec = _spec_of_state(kind, parameter.spec)
+                        spec = spec_of_state(kind, parameter.spec)
                         values = read(kind.name, spec.name, spec.slices, None).view(-1)
                     self._fill_segment(local, kind, values)
         for kind in self.optimizer.kinds:
@@ -140,7 +140,7 @@ class TrainingState:
 
     @torch.no_grad()
     def _fill_segment(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
-        if kind is _WEIGHTS:
+        if kind is WEIGHTS:
             local.master.copy_(values)
             return
         self.optimizer.set_values(local, kind, values)
@@ -151,7 +151,7 @@ class TrainingState:
         live = {}
         for local in self.data_parallel.segments:
             if local.bucket is bucket:
-                flat = local.master if kind is _WEIGHTS else self.optimizer.values(local, kind.name)
+                flat = local.master if kind is WEIGHTS else self.optimizer.values(local, kind.name)
                 if flat is None and kind.first == "weights":
                     flat = local.master
                 elif flat is None:
@@ -172,7 +172,7 @@ class TrainingState:
         return shard
 
 
-def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
+def spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
     """The spec of a parameter's state: its global tensor, and this rank's slice."""
     if kind.per == "element":
         return spec

@@ -56,7 +56,25 @@ def train(
     products: Products | None = None,
     layers: DescribesLayers | None = None,
 ) -> Trainer:
-    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh.
+    """Pretrain a GPT on this rank of the mesh; arguments as for `trainer_of`.
+
+    Returns:
+        What trained, after the last step.
+    """
+    trainer = trainer_of(config, mesh, callbacks=callbacks, products=products, layers=layers)
+    trainer.run()
+    return trainer
+
+
+def trainer_of(
+    config: ResolvedConfig,
+    mesh: Mesh,
+    *,
+    callbacks: Sequence[Callback] = (),
+    products: Products | None = None,
+    layers: DescribesLayers | None = None,
+) -> Trainer:
+    """Supply what GPT pretraining consists of, a task and data.
 
     Args:
         config: resolved.
@@ -64,9 +82,6 @@ def train(
         callbacks: of one's own.
         products: computes the matrix products of linear layers; None: torch does.
         layers: describes the model; None: `gpt_layers` does.
-
-    Returns:
-        What trained, after the last step.
     """
     from megacore.commands.lr_range import range_test
     from megacore.models.gpt import gpt_layers
@@ -78,6 +93,4 @@ def train(
     weights = None if source is None else WeightsFromHF(Path(source), ignored)
     task = GPTTask(config, mesh, weights=weights, products=products or TORCH, layers=layers or gpt_layers)
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
-    trainer = Trainer(config, mesh, task, train_data, valid_data, callbacks=[*range_test(config), *callbacks])
-    trainer.run()
-    return trainer
+    return Trainer(config, mesh, task, train_data, valid_data, callbacks=[*range_test(config), *callbacks])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megacore.config.fields import Flag, Range, Section
+from megacore.config.rules import Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +22,8 @@ class WatchConfig(Section):
     replay_interval: Annotated[int, Range(0)] = 0
     """Steps between replays of a microbatch, whose loss and gradients must be bitwise the same. A difference stops the
     run with status 3. On accelerators it needs --reproducible. 0: off."""
+    ledger: bool = False
+    """Writes OUTPUT_DIR/ledger.jsonl: a line for each step, chained by hashes, which tools/audit.py checks
+    (docs/guides/audit.md)."""
+    ledger_interval: Annotated[int, Range(1), Needs("ledger")] = 10
+    """Steps between hashes of weights and optimizer state in the ledger, which also has those of each save."""

@@ -3,13 +3,16 @@ entry of a list."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacore import has_ring
 from megacore.config import ResolvedConfig
 from megacore.data import SampleDataset
+from megacore.errors import ConfigError
 from megacore.observe import diagnosis
 from megacore.observe.events import EngineEvents, Events, MemoryOfRanks
 from megacore.observe.gradient_noise import GradientNoise
@@ -55,6 +58,7 @@ class _Observers(Observers):
             Narrator(train_iters, terms=trainer.task.loss_names),
             *_tracers(trainer),
             *_profilers(trainer),
+            *_ledger(trainer),
         ]
 
     def of_engine(self, engine: PipelineEngine) -> list[Callback]:
@@ -93,6 +97,13 @@ def _sinks(trainer: Trainer) -> list[Sink]:
     events.take(Event(first_step, "launch", provenance_of(trainer.mesh) | launch))
     run = RunInfo(output_dir=output_dir, first_step=first_step, config=config)
     return [Console(may_fail=may_drop), metrics, events, *background_sinks(run)]
+
+
+def _ledger(trainer: Trainer) -> Iterator[Callback]:
+    if trainer.config.watch.ledger:
+        if not has_ring("audit"):
+            raise ConfigError(["--ledger needs megacore/audit, which is not installed: leave it out"])
+        yield importlib.import_module("megacore.audit.recorder").Recorder(trainer)
 
 
 def _tracers(trainer: Trainer) -> Iterator[Callback]:

@@ -29,7 +29,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
     """The hash, an int64 scalar on the tensor's device."""
     elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     full, rest = divmod(elements.numel(), _ROW)
-    within, of_rows = _weights(0, _ROW, elements.device), _row_weights(full + 1, elements.device)
+    within, of_rows = odd_numbers(0, _ROW, elements.device), odd_numbers(1, full + 1, elements.device)
     total = (elements[full * _ROW :] * within[:rest]).sum() * of_rows[full]
     rows = elements[: full * _ROW].view(full, _ROW)
     step = _ROWS_ON_CPU if elements.device.type == "cpu" else _ROWS_ON_DEVICE
@@ -39,13 +39,12 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return total
 
 
-def _row_weights(rows: int, device: torch.device) -> Tensor:
-    """Of at least this number of rows."""
-    return _weights(1, 1 << (rows - 1).bit_length(), device)
+def odd_numbers(stream: int, count: int, device: torch.device) -> Tensor:
+    """At least `count` odd int64 numbers, the first of a fixed sequence."""
+    return _odd_numbers(stream, 1 << (count - 1).bit_length(), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(stream: int, count: int, device: torch.device) -> Tensor:
-    """Odd numbers [count], the first of a fixed sequence."""
+def _odd_numbers(stream: int, count: int, device: torch.device) -> Tensor:
     drawn = np.random.Philox(key=stream).random_raw(count) | np.uint64(1)
     return torch.from_numpy(drawn.view(np.int64)).to(device)

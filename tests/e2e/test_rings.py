@@ -77,6 +77,13 @@ def test_without_the_observers_two_ranks_train_and_the_run_says_that_nothing_is_
     assert "continues" in output and "done: 4 steps" in output
 
 
+def test_without_the_audit_a_run_trains_and_a_ledger_is_refused(tmp_path: Path) -> None:
+    tree = tree_without("audit", tmp_path)
+    assert run(tree, "pretrain_gpt.py", *MODEL)[0] == 0
+    status, _, errors = run(tree, "pretrain_gpt.py", *MODEL, "--ledger")
+    assert status == 2 and "--ledger needs megacore/audit, which is not installed: leave it out" in errors
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_bert_says_that_the_planner_is_missing(tmp_path: Path) -> None:
     check_dry_run(tree_without("plan", tmp_path), "pretrain_bert.py")

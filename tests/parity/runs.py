@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megacore.audit.recorder import Record, StepRecords
 from megacore.config import SECTIONS, Config, ResolvedConfig
 from megacore.config.schema import section_of
 from megacore.parallel import direct
@@ -38,7 +39,8 @@ VOCAB, SEQUENCE, BATCH = 131, 16, 8
 @dataclass(frozen=True)
 class Outcome:
     """What a run leaves: one loss and one gradient norm per step, and on rank 0 the gradients of step 1, the weights
-    before and after, and the optimizer's state after, by its kind.
+    before and after, and the optimizer's state after, by its kind; of each step what a
+    ledger says of samples and state.
 
     The gradients are read after the update, which clips them in place (and in SGD adds weight decay). With
     `offload_optimizer` it changes copies in host memory, and not these: they are alike with neither."""
@@ -49,6 +51,7 @@ class Outcome:
     initial: dict[str, Tensor]
     final: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
+    ledger: Sequence[Record] = ()
 
 
 def near(what: str, found: Sequence[float], expected: Sequence[float], rel: float) -> None:
@@ -89,6 +92,8 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
         assert found.moments.keys() == expected.moments.keys()
         compared |= {kind: (moments, expected.moments[kind]) for kind, moments in found.moments.items()}
     differ += [f"{kind} {which}" for kind, pair in compared.items() if (which := differences(*pair))]
+    if "final" in kinds and found.ledger != expected.ledger:
+        differ.append(f"ledger {found.ledger}, not {expected.ledger}")
     assert not differ, "; ".join(differ)
 
 
@@ -201,17 +206,19 @@ def train_on(mesh: Mesh, config: ResolvedConfig, *, moments: bool = False) -> Ou
 def outcome_of(trainer: Trainer, *, moments: bool = False) -> Outcome:
     """Run a trainer to its end from where it is, and gather what came out, the optimizer's state too if `moments`."""
     config, mesh = trainer.config, trainer.mesh
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients, records, ledger = [], [], {}, StepRecords(trainer), []
     initial = gather(trainer, mesh, lambda owned: owned.master)
     while trainer.step < config.training.train_iters:
         result = trainer.train_step(next(trainer.batches))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
+        line = records.completed(*records.of(result, with_state=True))
+        ledger.append({name: line[name] for name in ("samples", "data", "state")})
         if len(losses) == 1:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
     trainer.model.data_parallel.ready()  # the next trainer has the same groups
-    return Outcome(losses, norms, gradients, initial, final, moments_of(trainer) if moments else {})
+    return Outcome(losses, norms, gradients, initial, final, moments_of(trainer) if moments else {}, ledger)
 
 
 def moments_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:

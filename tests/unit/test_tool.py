@@ -80,7 +80,7 @@ OF_A_RUN: dict[str, tuple[str | None, str]] = {
     "fill_mask": ("--checkpoint", "[MASK]"),
     "perplexity": ("--checkpoint", "--data-path corpus"),
     "convert_checkpoint": ("--input", "--from megacore --to hf --output new"),
-    **dict.fromkeys(("inspect_checkpoint", "draw_schedule", "report", "where"), (None, "")),
+    **dict.fromkeys(("audit", "inspect_checkpoint", "draw_schedule", "report", "where"), (None, "")),
 }
 
 

@@ -1,0 +1,207 @@
+"""What a ledger says of a run, whether its lines agree with each other, with checkpoints, and with another ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacore.audit.ledger import BEGINS, FILE, BrokenLedger, Line, lines_of
+from megacore.audit.state_hash import in_hex, stored_hash, totals
+from megacore.checkpoint.load import Reader
+from megacore.checkpoint.manifest import read_manifest
+from megacore.errors import CheckpointError, UserError
+from megacore.remote import Location
+
+CAUSES = {
+    "samples": "it took other samples",
+    "data": "the samples with these numbers have another content",
+    "lr": "the learning rate is another",
+    "loss": "the forward pass, or the weights before it",
+    "norm": "the backward pass, or a sum of gradients",
+    "skipped": "only one of them updated the weights",
+    "state": "the update of weights and optimizer, or what changed them afterwards",
+}
+"""What a step's line tells, in the order in which a step makes it, and what is to blame where it is the first to
+differ."""
+# Without --reproducible: how far a loss and a norm may be from each other, relative. As the layouts' tests allow.
+_ROUNDING = {"fp32": {"loss": 1e-5, "norm": 1e-4}, "16 bits": {"loss": 2e-3, "norm": 3e-2}}
+_NO_STATE = in_hex(0)
+
+
+class History:
+    """A ledger whose chain holds, and whose lines follow from each other.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        lines: all of them.
+        steps: the line of each step that counts: the run went back behind the others.
+        saves: the line of each checkpoint, by the digest of its manifest.
+        abandoned: of each line with which the run went back, the steps that no longer count.
+
+    Raises:
+        BrokenLedger: the first line that was changed, or does not follow.
+        UserError: the file cannot be read, or has no line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[Line] = []
+        self.steps: dict[int, Line] = {}
+        self.saves: dict[str, Line] = {}
+        self.abandoned: dict[int, range] = {}
+        self._states: dict[int, tuple[Mapping[str, str], Line]] = {}  # known after each step
+        self._position = -1, -1  # the last step, and the samples that it leaves behind
+        for line in lines_of(path):
+            try:
+                wrong = self._follows(line) or self._other_state(line)
+            except (KeyError, IndexError, TypeError, ValueError):
+                wrong = "is none of a ledger's"
+            if wrong is not None:
+                raise BrokenLedger(f"line {line.number} of {path} {wrong}")
+            self.lines.append(line)
+        if not self.lines or self.lines[0].kind != "start":
+            raise UserError(f"{path} has no start of a run: give the {FILE} of a run with --ledger")
+
+    def _follows(self, line: Line) -> str | None:
+        """Take a line in; why it does not follow from those before it."""
+        said, (step, samples) = line.record, self._position
+        if line.kind in BEGINS:
+            self._position = line.step, said["samples"]
+            if lost := [number for number in self.steps if number > line.step]:
+                self.abandoned[line.number] = range(min(lost), max(lost) + 1)
+            self.steps = {number: kept for number, kept in self.steps.items() if number <= line.step}
+            self._states = {number: state for number, state in self._states.items() if number <= line.step}
+        elif line.kind == "step":
+            first, stop = said["samples"]
+            self._position = line.step, stop
+            self.steps[line.step] = line
+            if (line.step, first) != (step + 1, samples):
+                return f"has step {line.step} from sample {first} on, after step {step} and sample {samples}"
+        else:
+            self.saves[said["manifest"]] = line
+        return None
+
+    @property
+    def start(self) -> Line:
+        """The last line of a start."""
+        return next(line for line in reversed(self.lines) if line.kind == "start")
+
+    def save_of(self, step: int) -> Line | None:
+        """The last save of a step."""
+        return next((line for line in reversed(list(self.saves.values())) if line.step == step), None)
+
+    @property
+    def rounding(self) -> Mapping[str, float] | None:
+        """How far losses and norms may be from those of another layout; None: not at all."""
+        facts = self.start.record["facts"]
+        return (
+            None
+            if facts["--reproducible"] == "True"
+            else _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
+        )
+
+    def _other_state(self, line: Line) -> str | None:
+        """How the state of a line differs from what an earlier one says of the same step."""
+        state = totals_of(line)
+        if state is None:
+            return None
+        known, of = self._states.setdefault(line.step, (state, line))
+        begins_anew = all(value == _NO_STATE for kind, value in state.items() if kind != "model")
+        for kind in known.keys() & state.keys():
+            if known[kind] != state[kind] and not (begins_anew and kind != "model"):
+                return f"has other {kind} after step {line.step} than line {of.number}: they changed in between"
+        return None
+
+
+def totals_of(line: Line) -> Mapping[str, str] | None:
+    """The hashes of a line's state, one for each kind of tensor; None where it has none."""
+    if line.kind != "save":
+        return line.record.get("state")
+    tensors = line.record["tensors"]
+    return totals({(kind, name): int(text, 16) for kind, names in tensors.items() for name, text in names.items()})
+
+
+def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
+    """What of a checkpoint is not as the ledger says."""
+    where = directory.name
+    try:
+        manifest = read_manifest(directory)
+        save = history.saves.get(manifest.manifest_sha256)
+        if save is None:
+            yield f"{where}: its manifest.json is not one that the run saved"
+            save = history.save_of(manifest.step)
+        if save is None:
+            return
+        for name, there, here in (
+            ("step", save.step, manifest.step),
+            ("consumed_samples", save.record["samples"], manifest.consumed_samples),
+            ("updates", save.record["updates"], manifest.updates),
+        ):
+            if there != here:
+                yield f"{where}: {name} {here}, but line {save.number} says {there}"
+        reader, tensors = Reader(directory, manifest), save.record["tensors"]
+        for kind, names in tensors.items():
+            entries = manifest.tensors.get(kind, {})
+            for name in sorted(names.keys() | entries.keys()):
+                if name not in entries or name not in names:
+                    yield f"{where}: {kind} of {name} is {'missing' if name in names else 'new'}"
+                elif in_hex(stored_hash(reader, (kind, name), entries[name])) != names[name]:
+                    yield f"{where}: {kind} of {name} is not what line {save.number} says"
+    except CheckpointError as error:
+        yield f"{where}: {error}"
+
+
+def uncovered(directory: Location, history: History) -> list[str]:
+    """The kinds of tensors in a checkpoint of which the ledger says nothing."""
+    return sorted(read_manifest(directory).tensors.keys() - history.start.record["state"].keys())
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], rounding: Mapping[str, float] | None
+) -> tuple[str, str] | None:
+    """What of two lines of a step differs first, and how in words.
+
+    Args:
+        one: a line.
+        other: another.
+        rounding: how far losses and norms may be from each other; None: not at all.
+    """
+    for name, cause in CAUSES.items():
+        here, there = one.get(name), other.get(name)
+        if here == there or (name in ("data", "state") and None in (here, there)):
+            continue
+        if rounding is not None and name == "state":
+            continue
+        if rounding is not None and name in rounding:
+            a, b = float.fromhex(here or "nan"), float.fromhex(there or "nan")
+            if abs(a - b) <= rounding[name] * max(abs(a), abs(b)):
+                continue
+        return name, f"{name} {_shown(name, here)} and {_shown(name, there)}: {cause}"
+    return None
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{float.fromhex(value):.9g} ({value})" if name in ("lr", "loss", "norm") else str(value)
+
+
+def different_facts(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What differs in settings, code and libraries of two starts."""
+    return [
+        f"{name}: {one.get(name)} and {other.get(name)}"
+        for name in {**one, **other}
+        if one.get(name) != other.get(name)
+    ]
+
+
+def in_ranges(steps: Iterable[int]) -> str:
+    """`1 to 40, 43`."""
+    found: list[list[int]] = []
+    for step in sorted(steps):
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in found)

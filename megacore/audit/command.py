@@ -1,0 +1,144 @@
+"""tools/audit.py: check a ledger, checkpoints against it, another ledger, and steps that are computed again."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacore.audit.check import (
+    History,
+    checkpoint_problems,
+    different_facts,
+    first_difference,
+    in_ranges,
+    uncovered,
+)
+from megacore.audit.ledger import FILE, BrokenLedger
+from megacore.audit.replay import replay
+from megacore.checkpoint.directory import MANIFEST_NAME, published
+from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.config.messages import counted
+from megacore.errors import EXIT_REFUSED, UserError
+from megacore.remote import Location, usable
+
+EXIT_WRONG = 1
+_NEVER = (
+    "validation losses, gradients but for their norm, 16-bit copies of weights, and whoever writes a whole new ledger "
+    "with new checkpoints: keep the seal elsewhere, and give it with --seal"
+)
+
+
+class _Parser(ToolParser):
+    """What it does not know is of the replay's layout."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, known.flags = self.parse_known_args(args, namespace)
+        if known.flags and known.replay is None:
+            self.error(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
+        return known
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 where all agrees, 1 where something does not, 2 for what is refused."""
+    parser = _Parser(
+        prog="audit.py",
+        allow_abbrev=False,
+        description="Check the ledger of a run: its chain, its checkpoints, and steps that are computed again.",
+        epilog="Further flags are the layout and other settings of --replay, such as --tp 2 under torchrun.",
+    )
+    parser.add_argument("run", metavar="RUN", help=f"output directory of a run with --ledger, or its {FILE}")
+    parser.add_argument("--checkpoint", metavar="DIR", help="checkpoint, or directory of some. Default: those of RUN")
+    parser.add_argument("--replay", type=positive, metavar="STEP", help="compute again, from the checkpoint before it")
+    parser.add_argument("--bisect", metavar="RUN", help="find the first step that differs from another ledger's")
+    parser.add_argument("--seal", metavar="SHA256", help="seal of an earlier audit, which must still be there")
+    wrong: list[str] = []
+    status = run_tool(parser, argv, lambda args: wrong.extend(_audit(args)))
+    for problem in wrong:
+        print(f"wrong: {problem}", flush=True)
+    return status or (EXIT_WRONG if wrong else 0)
+
+
+def _audit(args: Namespace) -> Iterator[str]:
+    """Do what is asked, and print it; yields what is wrong."""
+    try:
+        history = History(_ledger_of(args.run))
+        other = None if args.bisect is None else History(_ledger_of(args.bisect))
+    except BrokenLedger as error:
+        yield str(error)
+        return
+    if args.seal is not None and args.seal not in {line.sha256 for line in history.lines}:
+        yield f"{history.path} has no line with the seal {args.seal}: it was written anew, or cut off"
+    if args.replay is not None:
+        yield from _replayed(history, args)
+        return
+    _print_summary(history)
+    if other is not None:
+        yield from _different(history, other)
+    directories = _checkpoints(args)
+    for directory in directories:
+        problems = list(checkpoint_problems(directory, history))
+        yield from problems
+        if not problems:
+            print(f"  {directory.name}: every tensor is what the ledger says")
+    missing = sorted({kind for directory in directories for kind in uncovered(directory, history)})
+    print(f"  not covered: {', '.join([*missing, _NEVER])}")
+
+
+def _ledger_of(name: str) -> Path:
+    path = Path(name)
+    return path / FILE if path.is_dir() else path
+
+
+def _checkpoints(args: Namespace) -> list[Location]:
+    """Those to check, in the order of their publication: by default the run's, if it is a directory."""
+    if args.checkpoint is None and not Path(args.run).is_dir():
+        return []
+    given = usable(args.checkpoint or args.run)
+    found = [given] if (given / MANIFEST_NAME).is_file() else [*published(given)][::-1]
+    if args.checkpoint is not None and not found:
+        raise UserError(f"--checkpoint {args.checkpoint} holds none: give a step_NNNNNNNN directory, or a run's")
+    return found
+
+
+def _print_summary(history: History) -> None:
+    starts = sum(line.kind == "start" for line in history.lines)
+    print(f"{history.path}: {counted(len(history.lines), 'line')}, {counted(starts, 'start')}; every seal holds")
+    hashed = [step for step, line in history.steps.items() if "state" in line.record]
+    kinds = ", ".join(sorted(history.start.record["state"]))
+    print(f"  steps {in_ranges(history.steps)}; of {counted(len(hashed), 'step')} the state: {kinds}")
+    for number, steps in history.abandoned.items():
+        print(f"  line {number} goes back behind steps {in_ranges(steps)}, which do not count")
+    print(f"  seal {history.lines[-1].sha256}")
+
+
+def _different(history: History, other: History) -> Iterator[str]:
+    common = sorted(history.steps.keys() & other.steps.keys())
+    rounding, last = history.rounding or other.rounding, None
+    for step in common:
+        here, there = history.steps[step], other.steps[step]
+        if found := first_difference(here.record, there.record, rounding):
+            equal = "" if last is None or found[0] != "state" else f", and equal after step {last}"
+            yield f"step {step} (lines {here.number} and {there.number}){equal}: {found[1]}"
+            for fact in different_facts(history.start.record["facts"], other.start.record["facts"]):
+                yield f"  {fact}"
+            return
+        if "state" in here.record and "state" in there.record:
+            last = step
+    print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if rounding else ''}")
+
+
+def _replayed(history: History, args: Namespace) -> Iterator[str]:
+    run = usable(args.checkpoint or str(history.path.parent))
+    status, problems = replay(history, args.replay, run, args.flags)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if status:
+        raise UserError(f"the replay ended with status {status}") if status == EXIT_REFUSED else SystemExit(status)
+    if not is_first:
+        return
+    yield from problems
+    if not problems:
+        how = "to rounding, because the run is not --reproducible" if history.rounding else "bit for bit"
+        print(f"{history.path}: steps up to {args.replay}, computed again, agree {how}")

@@ -1,0 +1,224 @@
+"""A 64-bit hash of global tensors, of which each rank adds up what it holds: equal on every layout.
+
+A tensor is read as integers x of its element size. Its hash is the sum of x[i, j, ...] * a[i] * b[j] * ... modulo 2^64,
+with fixed random odd factors for the indices of each dimension (as parallel/bit_hash.py has them for flat tensors), and
+a factor for the tensor's name. The sum of integers depends neither on the order nor on who adds which part, so that
+slices of any layout, and shards of slices, give the same number. Odd factors have inverses: a single changed bit always
+shows, and other differences go unnoticed with a probability of at most 2^-26 (bit_hash.py says when).
+
+It finds accidents. Whoever wants to can make two tensors with one hash; against that the ledger has the SHA-256 of the
+manifest of each checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.load import Reader
+from megacore.checkpoint.manifest import TensorEntry
+from megacore.checkpoint.state import BUFFERS, WEIGHTS, spec_of_state
+from megacore.config.optimizers import StateKind
+from megacore.data import Batch
+from megacore.parallel.bit_hash import odd_numbers
+from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.random import stable_hash
+from megacore.parallel.sharding import ShardSpec, Slices, split_evenly
+from megacore.train.step import TrainStep
+from megacore.zero.local_segments import LocalSegment
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements in one operator: the products of a processor's stay in its cache, and a device's are many enough to fill it.
+_ON_CPU, _ON_DEVICE = 1 << 17, 1 << 22
+_READ = 1 << 24  # elements of a checkpoint's tensor in memory at a time
+
+TensorName = tuple[str, str]
+"""The kind (`model`, `exp_avg`, ...) and the global name."""
+Hashes = Mapping[TensorName, int]
+
+
+class Part(NamedTuple):
+    """Consecutive elements of a local tensor.
+
+    Attributes:
+        values: flat.
+        start: the first of them, in the flattened local tensor.
+        shape: of the local tensor, padding at the end of dimensions included.
+        slices: of the global tensor that it holds.
+    """
+
+    values: Tensor
+    start: int
+    shape: Sequence[int]
+    slices: Slices
+
+
+@torch.no_grad()
+def part_hash(part: Part) -> Tensor:
+    """What the part adds to the hash of its tensor, an int64 scalar on its device."""
+    elements = part.values.detach().reshape(-1).view(_INTEGERS[part.values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=elements.device)
+    shape, slices = (tuple(part.shape), part.slices) if part.shape else ((1,), ((0, 1),))
+    if not elements.numel():
+        return total
+    of_rows, columns = _factors(shape, slices, elements.device)
+    row, column = divmod(part.start, shape[-1])
+    if column:  # it begins within a row
+        rest = elements[: shape[-1] - column]
+        total += (rest * columns[column : column + len(rest)]).sum() * of_rows[row]
+        elements, row = elements[len(rest) :], row + 1
+    full = len(elements) // shape[-1]
+    rows = elements[: full * shape[-1]].view(full, shape[-1])
+    step = max(1, (_ON_CPU if elements.device.type == "cpu" else _ON_DEVICE) // shape[-1])
+    for first in range(0, full, step):
+        sums = (rows[first : first + step] * columns).sum(1)
+        total += (sums * of_rows[row + first : row + first + len(sums)]).sum()
+    if len(rest := elements[full * shape[-1] :]):
+        total += (rest * columns[: len(rest)]).sum() * of_rows[row + full]
+    return total
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(shape: tuple[int, ...], slices: Slices, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the rows and of the columns of a local tensor as a matrix; 0 where it is padding."""
+    each = []
+    for number, (size, (start, stop)) in enumerate(zip(reversed(shape), reversed(slices), strict=True)):
+        factors = torch.zeros(size, dtype=torch.int64, device=device)
+        factors[: stop - start] = odd_numbers(number + 2, max(stop, 1), device)[start:stop]
+        each.append(factors)
+    columns, *leading = each
+    rows = torch.ones(1, dtype=torch.int64, device=device)
+    for factors in leading:  # the dimension before the columns first
+        rows = (factors[:, None] * rows).view(-1)
+    return rows, columns
+
+
+def name_factor(*name: str | int) -> int:
+    """An odd number that depends on a name, in the range of int64."""
+    factor = stable_hash(*name) | 1
+    return factor - (1 << 64) if factor >= 1 << 63 else factor
+
+
+@torch.no_grad()
+def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
+    """What microbatches add to the hash of a step's samples, by their numbers in the run; int64, on their device."""
+    sums = []
+    for microbatch in microbatches:
+        for field in fields(microbatch):
+            if field.name == "index":
+                continue
+            tensor: Tensor = getattr(microbatch, field.name)
+            flat = tensor.reshape(len(tensor), -1)
+            for number, sample in enumerate(flat, microbatch.index * len(flat)):
+                part = Part(sample, 0, sample.shape, ((0, sample.numel()),))
+                sums.append(part_hash(part) * name_factor("sample", field.name, number))
+    return torch.stack(sums).sum()
+
+
+class StateHash:
+    """The hashes of the weights, the optimizer's state and the buffers of a run; all ranks call each method together.
+
+    Args:
+        steps: that train them.
+        mesh: this rank's groups.
+
+    Attributes:
+        names: of all tensors of the model, the same on every rank.
+    """
+
+    def __init__(self, steps: TrainStep, mesh: Mesh) -> None:
+        self._steps, self._mesh = steps, mesh
+        shapes = {p.spec.name: tuple(p.shape) for p in steps.model.data_parallel.parameters}
+        self._shapes: dict[str, tuple[int, ...]] = shapes
+        own = list(dict.fromkeys(name for name, _ in self._parts()))
+        self.names: list[TensorName] = sorted({name for names in all_gather_objects(own, mesh.world) for name in names})
+        self._places = {name: place for place, name in enumerate(self.names)}
+
+    @torch.no_grad()
+    def sums(self, *further: Tensor) -> Tensor:
+        """The hash of each of `names`, and this rank's terms of further ones; int64, on the device, summed over all
+        ranks."""
+        device = self._mesh.device
+        found = [(self._places[name], part_hash(part).to(device)) for name, part in self._parts() if part is not None]
+        total = torch.zeros(len(self.names) + len(further), dtype=torch.int64, device=device)
+        places = [place for place, _ in found] + list(range(len(self.names), len(total)))
+        if places:
+            terms = torch.stack([term for _, term in found] + [term.to(device) for term in further])
+            total.index_add_(0, torch.tensor(places, device=device), terms)
+        return all_reduce_job_(total, self._mesh)
+
+    def by_name(self, sums: Sequence[int]) -> dict[TensorName, int]:
+        """The hashes of `sums`, in host memory, by the names of tensors."""
+        return dict(zip(self.names, sums, strict=False))
+
+    def _parts(self) -> Iterator[tuple[TensorName, Part | None]]:
+        """What this rank counts; None of state before its first update, whose values are zero."""
+        steps, mesh = self._steps, self._mesh
+        optimizer = steps.update.optimizer
+        for local in steps.model.data_parallel.segments:
+            holders = local.bucket.group if local.bucket.options.stage == 0 else local.bucket.across
+            for kind in (WEIGHTS, *optimizer.kinds):
+                spec = spec_of_state(kind, local.spec)
+                if not kind.exists(whole=local.run.shape is not None) or not spec.is_counted_by(mesh):
+                    continue
+                values, name = self._values(local, kind), (kind.name, spec.name)
+                if values is None:
+                    yield name, None
+                    continue
+                # Each of those who hold the same counts its share.
+                first, last = split_evenly(values.numel(), holders.rank, holders.size)
+                is_element = kind.per == "element"
+                start = first + (local.segment.start if is_element else 0)
+                shape = self._shapes[spec.name] if is_element else spec.shape
+                yield name, Part(values[first:last], start, shape, spec.slices)
+        for hook in steps.hooks:
+            for of_hook, buffer in hook.buffers().items():
+                spec = ShardSpec(name=of_hook, shape=tuple(buffer.shape))
+                if spec.is_counted_by(mesh) and mesh.replicas.is_first:
+                    yield (BUFFERS, of_hook), Part(buffer.reshape(-1), 0, spec.shape, spec.slices)
+
+    def _values(self, local: LocalSegment, kind: StateKind) -> Tensor | None:
+        """As a checkpoint has them."""
+        state = local.master if kind is WEIGHTS else self._steps.update.optimizer.values(local, kind.name)
+        if state is None:
+            return local.master if kind.first == "weights" else None
+        return state.to(getattr(torch, kind.dtype))
+
+
+def stored_hash(reader: Reader, name: TensorName, entry: TensorEntry) -> int:
+    """The hash of a tensor of a checkpoint, some of its rows in memory at a time."""
+    shape, total = tuple(entry.shape), 0
+    rows = max(1, _READ // max(1, math.prod(shape[1:])))
+    for first in range(0, shape[0] if shape else 1, rows):
+        slices = ((first, min(first + rows, shape[0])), *((0, size) for size in shape[1:])) if shape else ()
+        values = reader.read(*name, slices)
+        total += int(part_hash(Part(values, 0, values.shape, slices)))
+    return total
+
+
+def totals(hashes: Hashes) -> dict[str, str]:
+    """One hash for each kind of tensor, in hexadecimal."""
+    kinds: dict[str, int] = {}
+    for name, value in hashes.items():
+        kinds[name[0]] = kinds.get(name[0], 0) + value * name_factor(*name)
+    return {kind: in_hex(value) for kind, value in sorted(kinds.items())}
+
+
+def by_kind(hashes: Hashes) -> dict[str, dict[str, str]]:
+    """The hashes of tensors in hexadecimal, by kind and global name."""
+    found: dict[str, dict[str, str]] = {}
+    for (kind, name), value in hashes.items():
+        found.setdefault(kind, {})[name] = in_hex(value)
+    return found
+
+
+def in_hex(value: int) -> str:
+    """A number modulo 2^64, 16 digits."""
+    return f"{value % (1 << 64):016x}"

@@ -1,0 +1,196 @@
+"""A run's ledger: the same lines on every layout, whatever tampers with it or with a checkpoint is found, and a step
+can be computed again elsewhere. tests/matrix compares the hashes of many more layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.audit.command import main
+from megacore.audit.ledger import FILE, lines_of, sealed
+from megacore.audit.state_hash import Part, part_hash
+from megacore.checkpoint.files import describe
+from megacore.checkpoint.manifest import Manifest, read_manifest
+from megacore.commands.pretrain_gpt import trainer_of
+from megacore.parallel.mesh import build_mesh, compute_reproducibly
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, make_config
+
+RUN: dict[str, Any] = {
+    "num_layers": 2, "train_iters": 6, "lr_warmup_iters": 1, "save_interval": 2, "micro_batch_size": 1,
+    "global_batch_size": 4, "reproducible": True, "reproducible_blocks": 2, "ledger": True, "ledger_interval": 1,
+}  # fmt: skip
+SAVED = "step_00000004"
+
+
+def train(rank: int, ranks: int, directory: str, starts: list[tuple[Layout, dict[str, Any]]]) -> None:
+    """Train in one directory, from each start to the end."""
+    for layout, changes in starts:
+        config = make_config(layout, directory, **RUN | changes)
+        compute_reproducibly()
+        trainer_of(config, build_mesh(config.parallel)).run()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run on tp 2, which dp 2 has continued from step 2."""
+    directory = tmp_path_factory.mktemp("run")
+    again = {"load": str(directory / "step_00000002"), "zero_stage": 2}
+    run_distributed(train, 2, str(directory), [((2, 1, 1), {}), ((1, 1, 2), again)], timeout=120)
+    return directory
+
+
+def audited(rank: int, ranks: int, words: list[str]) -> tuple[int, str]:
+    """The exit status of the tool on this rank, and what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = main(words)
+    return status, output.getvalue()
+
+
+def test_a_start_on_another_layout_takes_the_same_steps_again(run: Path) -> None:
+    status, said = audited(0, 1, [str(run)])
+    assert status == 0, said
+    assert re.search(
+        r"2 starts; every seal holds\n  steps 1 to 6; of 6 steps the state: exp_avg, exp_avg_sq, model\n", said
+    )
+    assert re.search(r"line \d+ goes back behind steps 3 to 6", said), said
+    assert f"  {SAVED}: every tensor is what the ledger says\n" in said
+    kept = [{**line.record, "previous": ""} for line in lines_of(run / FILE) if line.kind == "step" and line.step > 2]
+    assert len(kept) == 8 and kept[:4] == kept[4:]
+
+
+# ---- tampering
+
+
+def flipped(kind: str) -> Callable[[Path], None]:
+    """Change a bit of a tensor of a checkpoint."""
+
+    def tamper(run: Path) -> None:
+        file = next((run / SAVED).glob(f"{kind}-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+
+    return tamper
+
+
+def resealed(run: Path, **changes: Any) -> None:
+    """Change a checkpoint's manifest, and seal it anew."""
+    manifest: Manifest = read_manifest(run / SAVED)
+    files = {name: describe(run / SAVED / name) for name in manifest.files}
+    text = dataclasses.replace(manifest, files=files, **changes).to_json()
+    (run / SAVED / "manifest.json").write_text(text)
+
+
+def rewritten(*, at: int | None = None, seals: str = "none", **changes: Any) -> Callable[[Path], None]:
+    """Change a line of step 4: its text alone, with a seal of its own, or with seals of all lines after it."""
+
+    def tamper(run: Path) -> None:
+        lines, text, previous = list(lines_of(run / FILE)), b"", "0" * 64
+        number = max(line.number for line in lines if line.kind == "step" and line.step == 4)
+        for line in lines:
+            record = dict(line.record)
+            linked = record.pop("previous") if seals != "all" else previous
+            record.pop("sha256", None)
+            new, previous = sealed(record | (changes if line.number == number else {}), linked)
+            text += new if seals != "none" or line.number != number else new.replace(new[12:76], line.sha256.encode())
+        (run / FILE).write_bytes(text)
+
+    return tamper
+
+
+def reordered(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        (run / FILE).write_bytes(b"".join(change((run / FILE).read_bytes().splitlines(keepends=True))))
+
+    return tamper
+
+
+def forged(run: Path) -> None:
+    flipped("model")(run)
+    resealed(run)
+
+
+NOT_SAVED = f"wrong: {SAVED}: its manifest.json is not one that the run saved"
+TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of a weight": (flipped("model"), rf"^wrong: {SAVED}: model of \S+ is not what line \d+ says$"),
+    "a bit of a moment": (flipped("exp_avg"), rf"^wrong: {SAVED}: exp_avg of \S+ is not what line \d+ says$"),
+    "a bit, and new checksums": (forged, rf"^{NOT_SAVED}\nwrong: {SAVED}: model of \S+ is not what"),
+    "the position": (lambda run: resealed(run, consumed_samples=20), rf"{NOT_SAVED}\nwrong: {SAVED}: cons"),
+    "the learning rate": (rewritten(lr="0x1p-10"), r"^wrong: line \d+ of \S+ was changed"),
+    "the samples": (rewritten(samples=[8, 12]), r"^wrong: line \d+ of \S+ was changed"),
+    "the loss, sealed": (rewritten(loss="0x1p+2", seals="one"), r"^wrong: line \d+ of \S+ does not follow line"),
+    "the samples, all sealed": (rewritten(samples=[8, 12], seals="all"), r"^wrong: line \d+ of \S+ has step 4 from"),
+    "the state, all sealed": (rewritten(state={"model": "0" * 16}, seals="all"), r"has other model after step 4"),
+    "the loss, all sealed": (rewritten(loss="0x1p+2", seals="all"), r"^wrong: \S+ has no line with the seal"),
+    "a line less": (reordered(lambda lines: lines[:3] + lines[4:]), r"^wrong: line 4 of \S+ does not follow line 3"),
+    "lines in another order": (reordered(lambda lines: [*lines[:2], lines[3], lines[2]]), r"^wrong: line 3 "),
+    "no last line": (reordered(lambda lines: lines[:-1]), r"^wrong: \S+ has no line with the seal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TAMPERINGS)
+def test_tampering_is_found_by_name(what: str, run: Path, tmp_path: Path) -> None:
+    tamper, expected = TAMPERINGS[what]
+    shutil.copytree(run, tmp_path / "run")
+    *_, last = lines_of(run / FILE)
+    tamper(tmp_path / "run")
+    status, said = audited(0, 1, [str(tmp_path / "run"), "--seal", last.sha256])
+    assert status == 1 and re.search(expected, said, re.MULTILINE), said
+
+
+# ---- computing again
+
+
+def test_steps_that_are_computed_again_agree_on_any_layout_and_another_run_does_not(run: Path) -> None:
+    words = [str(run), "--replay", "6", "--checkpoint", str(run / SAVED), "--device", "cpu"]
+    ((status, said),) = run_distributed(audited, 1, words, init=False)
+    assert status == 0 and "steps up to 6, computed again, agree bit for bit" in said, said
+    pipeline = run_distributed(audited, 2, [*words, "--pp", "2"], init=False)
+    assert pipeline[0][0] == 0 and "agree bit for bit" in pipeline[0][1], pipeline
+    for flag, expected in (("--lr 0.002", "lr"), ("--seed 5", "data"), ("--clip-grad 0.4", "state")):
+        ((status, said),) = run_distributed(audited, 1, [*words, *flag.split()], init=False)
+        assert status == 1 and re.search(rf"^wrong: step 5 \(line \d+\): {expected} ", said, re.MULTILINE), said
+
+
+def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_path: Path) -> None:
+    run_distributed(train, 1, str(tmp_path), [((1, 1, 1), {"weight_decay": 0.2})])
+    status, said = audited(0, 1, [str(run), "--bisect", str(tmp_path)])
+    assert status == 1 and re.search(r"^wrong: step 1 \(lines 2 and 2\)\S*: state ", said, re.MULTILINE), said
+    assert "\nwrong:   --weight-decay: 0.1 and 0.2\n" in said
+
+
+# ---- the hash
+
+
+def test_the_hash_of_slices_and_of_shards_with_padding_is_that_of_the_whole() -> None:
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(7, 3, 5, generator=draw)
+
+    def of(values: torch.Tensor, slices: Any, start: int, stop: int) -> int:
+        padded = torch.full([size + 2 for size in values.shape], torch.nan)
+        padded[tuple(map(slice, values.shape))] = values
+        flat = padded.flatten()[start:stop]
+        return int(part_hash(Part(flat, start, padded.shape, slices)))
+
+    everything, end = of(whole, ((0, 7), (0, 3), (0, 5)), 0, 10**6), 10**6
+    parts = [of(whole[:4], ((0, 4), (0, 3), (0, 5)), *cut) for cut in ((0, 1), (1, 50), (50, 51), (51, end))]
+    parts += [
+        of(whole[4:, :, :2], ((4, 7), (0, 3), (0, 2)), 0, end),
+        of(whole[4:, :, 2:], ((4, 7), (0, 3), (2, 5)), 0, end),
+    ]
+    assert (sum(parts) - everything) % 2**64 == 0
+    for place in range(whole.numel()):
+        changed = whole.clone()
+        changed.view(-1).view(torch.int32)[place] ^= 1 << (place % 31)
+        assert of(changed, ((0, 7), (0, 3), (0, 5)), 0, end) != everything
