@@ -1,8 +1,6 @@
-"""Files that another process may read or write at any moment: each appears whole or not at all, and has one writer.
-
-A lock is one of the operating system (flock): it ends with the process that holds it, however that ends, so that
-nothing a dead process leaves is ever in the way. Some network file systems know no locks.
-"""
+"""Files that another process may read or write at any moment: each appears whole or not at all, and has one writer. A
+lock is one of the operating system (flock): it ends with the process that holds it, however that ends, so that nothing
+a dead process leaves is ever in the way. Some network file systems know no locks."""
 
 from __future__ import annotations
 
@@ -55,11 +53,8 @@ def replace_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data` at the file's position: the system may take less of it at a time.
-
-    Raises:
-        OSError: not all of it could be written.
-    """
+    """Write all of `data` at the file's position: the system may take less of it at a time. Raises OSError where not
+    all of it could be written."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -113,14 +108,8 @@ class GrowingFile:
         return what
 
     def restore(self) -> str | None:
-        """Make the file again if its path does not lead to it any more.
-
-        Returns:
-            What became of it, in words; None: it is as it was.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make the file again if its path does not lead to it any more. Returns what became of it, in words; None: it
+        is as it was. Raises OSError where it cannot be made."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 return None
@@ -176,17 +165,9 @@ def _known_as(file: BinaryIO) -> Path | None:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of a regular file, or of a link to one.
-
-    Pipes and devices are refused before anything is read: they would block, or never end.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
-
-    Raises:
-        OSError: it is no regular file, is larger, or cannot be read; `strerror` says which.
-    """
+    """The content of a regular file, or of a link to one. Pipes and devices are refused before anything is read: they
+    would block, or never end. `most`: bytes that it may have. Raises OSError where it is no regular file, is larger, or
+    cannot be read; `strerror` says which."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -195,11 +176,8 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. A pipe that nothing writes to would block for ever.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read; `strerror` says which.
-    """
+    """Open a regular file, or a link to one, for reading. A pipe that nothing writes to would block for ever. Raises
+    OSError where it is no regular file, or cannot be read; `strerror` says which."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -211,13 +189,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Why a file cannot be written or replaced, found out before there is anything to write; None where it can.
-
-    A directory can refuse files although its permissions allow them, as /proc does: so a nameless file is made in it.
-
-    Args:
-        path: of the file, or of a link to one; it need not exist.
-    """
+    """Why a file cannot be written or replaced, found out before there is anything to write; None where it can. A
+    directory can refuse files although its permissions allow them, as /proc does: so a nameless file is made in it.
+    `path`: of the file, or of a link to one; it need not exist."""
     try:
         path = path.resolve()
         if path.exists():
@@ -241,10 +215,8 @@ def why_unwritable(path: Path) -> str | None:
 
 
 def output_is_closed() -> bool:
-    """Whether what is left of this process's standard output finds no reader, as after `| head`.
-
-    It is then discarded, so that the interpreter does not fail on it when it ends.
-    """
+    """Whether what is left of this process's standard output finds no reader, as after `| head`. It is then discarded,
+    so that the interpreter does not fail on it when it ends."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -263,18 +235,9 @@ def cache_home() -> Path | None:
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
-    """Lock an open file or directory for this process, until it is closed or the process ends.
-
-    Args:
-        descriptor: of the file.
-        patience: seconds to wait for another holder.
-
-    Returns:
-        Whether it is locked now; False where its file system knows no locks.
-
-    Raises:
-        BlockingIOError: another process holds the lock all this time.
-    """
+    """Lock an open file or directory for this process, until it is closed or the process ends. `patience`: seconds to
+    wait for another holder. Returns whether it is locked now; False where its file system knows no locks. Raises
+    BlockingIOError where another process holds the lock all this time."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -291,14 +254,9 @@ def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
 
 
 def unreadable(path: str | Path) -> str | None:
-    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory.
-
-    Returns:
-        The reason, or None for a small regular file.
-
-    Raises:
-        OSError: the path does not exist, or its status cannot be read.
-    """
+    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory. Returns the
+    reason, or None for a small regular file. Raises OSError where the path does not exist, or its status cannot be
+    read."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"

@@ -34,13 +34,9 @@ class RemoteStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An object, or all objects whose names begin with this one and a slash (a directory).
+    """An object, or all objects whose names begin with this one and a slash (a directory)."""
 
-    Attributes:
-        url: with its scheme, without a slash at the end.
-    """
-
-    url: str
+    url: str  # with its scheme, without a slash at the end
 
     def __str__(self) -> str:
         return self.url
@@ -88,11 +84,8 @@ class RemotePath:
             return " ".join(map(str, (*known, facts.get("LastModified"))))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is directly in the directory, as the store has it at this moment.
-
-        Raises:
-            FileNotFoundError: nothing is.
-        """
+        """What is directly in the directory, as the store has it at this moment. Raises FileNotFoundError where nothing
+        is."""
         with self._naming() as (files, path):
             files.invalidate_cache(path)
             whole = files.ls(path, detail=False)
@@ -213,12 +206,8 @@ def exists(path: Location) -> bool:
 
 
 def url_problem(url: str, *, writes: bool = False) -> str | None:
-    """Why a URL cannot be used, with the way out; None if it can.
-
-    Args:
-        url: of a directory.
-        writes: write and delete an object there; else only look what is there, which may be nothing.
-    """
+    """Why a URL cannot be used, with the way out; None if it can. `writes`: write and delete an object there; else only
+    look what is there, which may be nothing."""
     match, path = _URL.match(url), RemotePath(url.rstrip("/"))
     assert match is not None
     scheme, rest = match[1], match[2]
@@ -244,11 +233,8 @@ def url_problem(url: str, *, writes: bool = False) -> str | None:
 
 
 def usable(text: str) -> Location:
-    """What a path or a URL leads to, where the URL can be read.
-
-    Raises:
-        UserError: it cannot; the message has the way out.
-    """
+    """What a path or a URL leads to, where the URL can be read. Raises UserError where it cannot; the message has the
+    way out."""
     if is_url(text) and (problem := url_problem(text)):
         raise UserError(problem)
     return location(text)

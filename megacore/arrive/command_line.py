@@ -135,11 +135,8 @@ def _accepted(flag: str) -> Foreign | None:
 
 
 def _translate(foreign: Foreign, flag: str, words: Sequence[str], run: Run) -> Translation:
-    """What a flag with its values becomes.
-
-    Raises:
-        ValueError: it has too few or too many values, or one that has no translation; the message names the way out.
-    """
+    """What a flag with its values becomes. Raises ValueError where it has too few or too many values, or one that has
+    no translation; the message names the way out."""
     if foreign.is_switch and words:
         raise ValueError(f"{flag} {words[0]}: a switch takes no value: leave the value out")
     if not (foreign.is_switch or foreign.is_list or len(words) == 1):

@@ -1,8 +1,6 @@
-"""What keys of DeepSpeed's configuration, and flags of Megatron-DeepSpeed, become whose value needs computing.
-
-Rows of deepspeed_keys.toml, which has every key of a DeepSpeed 0.19 configuration, and of deepspeed_flags.toml name
-these functions. docs/guides/coming-from-deepspeed.md shows the tables.
-"""
+"""What keys of DeepSpeed's configuration, and flags of Megatron-DeepSpeed, become whose value needs computing. Rows of
+deepspeed_keys.toml, which has every key of a DeepSpeed 0.19 configuration, and of deepspeed_flags.toml name these
+functions. docs/guides/coming-from-deepspeed.md shows the tables."""
 
 from __future__ import annotations
 

@@ -78,8 +78,6 @@ def initialize(
         lr_scheduler: of torch's, or a function that makes one of the returned optimizer; None: that of the
             configuration. `step` steps it.
         mpu: None, because the configuration has the degrees.
-        dist_init_required: has no effect.
-        collate_fn: of the data loader.
         config: a JSON file, or what one contains.
         config_params: an older name of `config`.
         loss: (output, targets) -> a scalar mean, for `train_batch` and `eval_batch`; None: a module's output is its
@@ -122,17 +120,7 @@ def initialize(
 
 
 class Engine:
-    """Trains a model with the methods of DeepSpeed's engine; `initialize` makes it.
-
-    Attributes:
-        pipeline: megacore's engine.
-        module: the model.
-        optimizer: whose `param_groups` show the learning rate.
-        lr_scheduler: that of the caller, a `Schedule` of the configuration, or None.
-        training_dataloader: of the training data, or None.
-        device: where inputs belong.
-        micro_steps: microbatches whose backward has run.
-    """
+    """Trains a model with the methods of DeepSpeed's engine; `initialize` makes it."""
 
     def __init__(
         self,
@@ -175,11 +163,11 @@ class Engine:
         )
         self.module = model if isinstance(model, nn.Module) else self.pipeline.model.chunks[0]
         self.mesh, self.device = self.pipeline.mesh, self.pipeline.mesh.device
-        self.micro_steps = 0
+        self.micro_steps = 0  # microbatches whose backward has run
         self._pending = 0  # microbatches of the step that has begun
         self._last: StepResult | None = None
-        self.optimizer = EngineOptimizer(self, settings.optimizer.lr)
-        self.lr_scheduler = lr_scheduler
+        self.optimizer = EngineOptimizer(self, settings.optimizer.lr)  # whose `param_groups` show the learning rate
+        self.lr_scheduler = lr_scheduler  # that of the caller, a `Schedule` of the configuration, or None
         if callable(lr_scheduler) and not hasattr(lr_scheduler, "get_last_lr"):
             self.lr_scheduler = lr_scheduler(self.optimizer)
         elif lr_scheduler is None and settings.scheduled:
@@ -187,6 +175,7 @@ class Engine:
         if lr_scheduler is not None and settings.scheduled:
             raise ConfigError(["lr_scheduler is given, and the configuration has a scheduler: keep one of them"])
         self._set_rate()
+        # Of the training data, or None.
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data, collate_fn)
         self._samples: Iterator[Any] | None = None
         if self.mesh.world.is_first:
@@ -213,16 +202,8 @@ class Engine:
 
     def backward(self, loss: Tensor) -> Tensor:
         """Backward of a microbatch's mean loss. The step's gradient is the mean over its microbatches and replicas.
-
-        Args:
-            loss: a scalar.
-
-        Returns:
-            The loss.
-
-        Raises:
-            UserError: it is no scalar; or all microbatches of the step are there, and `step` was not called.
-        """
+        Returns the loss. Raises UserError where it is no scalar; or all microbatches of the step are there, and `step`
+        was not called."""
         self._require_module("backward")
         if not isinstance(loss, Tensor) or loss.dim():
             raise UserError("backward takes the loss of a microbatch, a scalar tensor")
@@ -275,14 +256,8 @@ class Engine:
     # ---- whole batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole step, of gradient_accumulation_steps microbatches.
-
-        Args:
-            data_iter: gives (inputs, targets) of each; None: the training data, again and again.
-
-        Returns:
-            The mean loss over the global batch.
-        """
+        """A whole step, of gradient_accumulation_steps microbatches. `data_iter`: gives (inputs, targets) of each;
+        None: the training data, again and again. Returns the mean loss over the global batch."""
         batches = list(islice(self._data(data_iter), self._settings.accumulation))
         if len(batches) < self._settings.accumulation:
             raise UserError(

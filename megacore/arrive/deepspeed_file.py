@@ -1,8 +1,6 @@
 """Reads a DeepSpeed configuration: a JSON file or a dictionary. Every key is translated or refused by name.
-
 deepspeed_keys.toml says what each key becomes. Nothing of DeepSpeed is needed. A value "auto" means what it means in
-transformers: the setting comes from the flags.
-"""
+transformers: the setting comes from the flags."""
 
 from __future__ import annotations
 
@@ -28,21 +26,13 @@ _REFERENCE = "docs/guides/coming-from-deepspeed.md lists the keys"
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedKeys:
-    """What a DeepSpeed configuration says.
+    """What a DeepSpeed configuration says."""
 
-    Attributes:
-        settings: its keys, to be translated with the flags.
-        problems: what is wrong with the file, and the keys that do not exist.
-        unread: fields that it may set, where it could not be read.
-        notes: what to tell the user.
-        document: the configuration itself.
-    """
-
-    settings: list[ForeignSetting] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    document: Document = field(default_factory=dict)
+    settings: list[ForeignSetting] = field(default_factory=list)  # its keys, to be translated with the flags
+    problems: list[str] = field(default_factory=list)  # what is wrong with the file, and the keys that do not exist
+    unread: set[str] = field(default_factory=set)  # fields that it may set, where it could not be read
+    notes: list[str] = field(default_factory=list)  # what to tell the user
+    document: Document = field(default_factory=dict)  # the configuration itself
 
 
 def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -> DeepSpeedKeys:
@@ -101,10 +91,8 @@ def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
 def _leaves(
     document: Document, problems: list[str], off: list[str], name: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The known keys that have an effect, with their values. Unknown ones are noted as problems.
-
-    Sections that are off by default, and hold keys, are noted in `off`. One that says that it is off may hold anything.
-    """
+    """The known keys that have an effect, with their values. Unknown ones are noted as problems. Sections that are off
+    by default, and hold keys, are noted in `off`. One that says that it is off may hold anything."""
     for word, value in document.items():
         path = f"{prefix}{word}"
         if isinstance(value, Mapping) and path in tables()["switched"]:

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Stands for the engine's optimizer: its learning rate is that of the next step, and may be set.
-
-    Args:
-        engine: whose optimizer it is.
-        lr: of the first step.
-    """
+    """Stands for the engine's optimizer: its learning rate is that of the next step, and may be set."""
 
     def __init__(self, engine: Engine, lr: float) -> None:
         config = engine.pipeline.config.optimizer
@@ -30,11 +25,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine = engine
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Not for programs: engine.step() updates the weights.
-
-        Raises:
-            UserError: always.
-        """
+        """Not for programs: engine.step() updates the weights. Raises UserError always."""
         raise UserError("optimizer.step() is called: call engine.step(), which clips gradients and updates the weights")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -64,11 +55,7 @@ class Schedule:
         return learning_rate(step, self._engine.pipeline.config.optimizer, train_iters=LARGEST_INT)
 
     def step(self) -> None:
-        """Not for programs.
-
-        Raises:
-            UserError: always.
-        """
+        """Not for programs. Raises UserError always."""
         raise UserError("scheduler.step() is called: leave it out, because engine.step() moves the schedule on")
 
     def state_dict(self) -> dict[str, Any]:

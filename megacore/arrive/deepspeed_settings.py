@@ -33,32 +33,22 @@ _EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is made from.
+    """What an engine is made from."""
 
-    Attributes:
-        parallel, precision, optimizer, optimizer_settings, logging: sections of its configuration.
-        micro_batch_size: samples of a microbatch.
-        accumulation: microbatches of a step on each replica.
-        recompute, compile: as `PipelineEngine` takes them.
-        scheduled: whether the file has a scheduler.
-        log_interval: steps between lines of the log; None: no lines.
-        drop_last: whether the data loader drops a last batch that is incomplete.
-        notes: what was translated.
-    """
-
+    # Parallel, precision, optimizer, optimizer_settings, logging: sections of its configuration.
     parallel: ParallelConfig
     precision: PrecisionConfig
     optimizer: OptimizerConfig
     optimizer_settings: Sequence[OptimizerSettings]
     logging: LoggingConfig
-    micro_batch_size: int
-    accumulation: int
-    recompute: Any
+    micro_batch_size: int  # samples of a microbatch
+    accumulation: int  # microbatches of a step on each replica
+    recompute: Any  # recompute, compile: as `PipelineEngine` takes them
     compile: bool
-    scheduled: bool
-    log_interval: int | None
-    drop_last: bool
-    notes: Sequence[str]
+    scheduled: bool  # whether the file has a scheduler
+    log_interval: int | None  # steps between lines of the log; None: no lines
+    drop_last: bool  # whether the data loader drops a last batch that is incomplete
+    notes: Sequence[str]  # what was translated
 
 
 def engine_settings(

@@ -97,11 +97,8 @@ _GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d{1,5}))?")
 
 
 def _listed(value: Value) -> list[int] | None:
-    """The numbers of a list such as ([0]*3+[1])*2, one for each block; None if the text is none.
-
-    Raises:
-        ValueError: they are not as many as there are blocks.
-    """
+    """The numbers of a list such as ([0]*3+[1])*2, one for each block; None if the text is none. Raises ValueError
+    where they are not as many as there are blocks."""
     written = re.sub(r"\s", "", value.value)
     for _ in range(4):  # groups within groups
         long = sum(len(match[1]) * int(match[2] or 1) for match in _GROUP.finditer(written)) > 8 * _LONGEST_LIST
@@ -306,11 +303,7 @@ def _finetune(value: Value) -> Translation:
 
 
 def _content(value: Value, instead: str) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: it is no regular file of text.
-    """
+    """The text of a file. Raises ValueError where it is no regular file of text."""
     try:
         if problem := unreadable(value.value):
             raise ValueError(f"{value} {problem}: use {instead}")

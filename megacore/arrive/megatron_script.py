@@ -1,7 +1,5 @@
-"""What holds for a command line as a whole that is a script of Megatron-LM: defaults, and values that others change.
-
-A script is told by the flags that Megatron-LM does not start without, and by one of its names.
-"""
+"""What holds for a command line as a whole that is a script of Megatron-LM: defaults, and values that others change. A
+script is told by the flags that Megatron-LM does not start without, and by one of its names."""
 
 from __future__ import annotations
 
@@ -48,12 +46,7 @@ def names_of(flags: Given) -> list[str]:
 
 
 def defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The defaults of Megatron-LM, where the command line is one of its scripts.
-
-    Args:
-        flags: the command line.
-        given: values of all sources.
-    """
+    """The defaults of Megatron-LM, where the command line is one of its scripts."""
     if not is_script(flags) or given.keys() & {"preset", "init_from_hf", "bert_style"}:
         return {}
     more: dict[str, Any] = {}
@@ -65,11 +58,8 @@ def defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def adjust(flags: Given) -> list[str]:
-    """Changes the values that mean something else beside others in Megatron-LM; returns notes.
-
-    Args:
-        flags: the command line, before flags are translated. It receives what is wrong with it.
-    """
+    """Changes the values that mean something else beside others in Megatron-LM; returns notes. `flags`: the command
+    line, before flags are translated. It receives what is wrong with it."""
     if names_of(flags):
         _leave_out_idle(flags)
     notes = [*_load(flags), *_optimizer(flags), *_balance(flags), *_vocabulary(flags)]

@@ -41,19 +41,12 @@ _MOST = 2**63
 
 @dataclass(frozen=True)
 class Value:
-    """A setting's value, and what it may depend on.
+    """A setting's value, and what it may depend on."""
 
-    Attributes:
-        name: --flag, or the path of a key: `zero_optimization.stage`.
-        value: the text of a flag, "" for a switch; of a key, as JSON has it.
-        run: that is set.
-        document: the file of a key.
-    """
-
-    name: str
-    value: Any
-    run: Run
-    document: Document = field(default_factory=dict)
+    name: str  # --flag, or the path of a key: `zero_optimization.stage`
+    value: Any  # the text of a flag, "" for a switch; of a key, as JSON has it
+    run: Run  # that is set
+    document: Document = field(default_factory=dict)  # the file of a key
 
     def __str__(self) -> str:
         return f"{self.name} {self.value}".rstrip() if self.is_flag else f"{self.name} {shown(self.value)}"
@@ -83,25 +76,17 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """A setting of another trainer: what it becomes, in words and as a function of its value.
-
-    Attributes:
-        becomes: in words.
-        fields: that it may set.
-        translate: raises ValueError for a value that has no translation.
-        kind: sets fields; idle: changes nothing; some: is accepted with some values.
-        is_switch: it is a flag that takes no value.
-        is_list: it takes any number of values, which `translate` gets with blanks between.
-        is_last: it depends on what others become.
-    """
+    """A setting of another trainer: what it becomes, in words and as a function of its value."""
 
     becomes: str
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()  # that it may set
+    # Raises ValueError for a value that has no translation.
     translate: Callable[[Value], Translation] = field(default=lambda value: Translation())
+    # Sets fields; idle: changes nothing; some: is accepted with some values.
     kind: Literal["sets", "idle", "some"] = "sets"
-    is_switch: bool = False
-    is_list: bool = False
-    is_last: bool = False
+    is_switch: bool = False  # it is a flag that takes no value
+    is_list: bool = False  # it takes any number of values, which `translate` gets with blanks between
+    is_last: bool = False  # it depends on what others become
 
     @property
     def is_idle(self) -> bool:
@@ -149,11 +134,8 @@ def _example(value: Value, example: float) -> str:
 
 
 def whole(value: Value, low: int = 0) -> int:
-    """A value that is a whole number of at least `low`; 5e8 of a file is one too.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A value that is a whole number of at least `low`; 5e8 of a file is one too. Raises ValueError where it is
+    none."""
     given = value.value
     if value.is_flag:
         with contextlib.suppress(ValueError):
@@ -219,12 +201,8 @@ def read_tables(name: str) -> Mapping[str, Any]:
 
 
 def read_rows(tables: Mapping[str, Any], functions: Mapping[str, Any]) -> dict[str, Foreign]:
-    """The settings that are translated or change nothing, by their names.
-
-    Args:
-        tables: of the file, some of those above.
-        functions: those that rows name.
-    """
+    """The settings that are translated or change nothing, by their names. `tables`: of the file, some of those
+    above."""
     readers: Mapping[str, Callable[[Row], Foreign]] = {
         "is": _same,
         "computed": lambda row: _computed(row, functions),

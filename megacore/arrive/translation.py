@@ -1,8 +1,6 @@
-"""Turns settings of other trainers into fields, exactly or not at all.
-
-A setting may depend on what else the run is given: a number of samples is steps of the batch size. `translate_settings`
-goes through them, those that depend on others last. rows.py reads what each becomes.
-"""
+"""Turns settings of other trainers into fields, exactly or not at all. A setting may depend on what else the run is
+given: a number of samples is steps of the batch size. `translate_settings` goes through them, those that depend on
+others last. rows.py reads what each becomes."""
 
 from __future__ import annotations
 
@@ -21,19 +19,13 @@ from megacore.config.spelling import flag_and_value
 
 @dataclass(frozen=True)
 class Translation:
-    """The fields that a setting sets.
+    """The fields that a setting sets."""
 
-    Attributes:
-        values: what the setting says, by field.
-        implied: values that follow from it, by field, where nothing else sets them.
-        dropped: fields whose values on the command line mean nothing beside the setting.
-        note: what to tell the user.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # what the setting says, by field
+    # Values that follow from it, by field, where nothing else sets them.
     implied: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
-    note: str = ""
+    dropped: tuple[str, ...] = ()  # fields whose values on the command line mean nothing beside the setting
+    note: str = ""  # what to tell the user
 
 
 class MissingField(ValueError):
@@ -46,18 +38,12 @@ class MissingField(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a translation may depend on.
+    """What a translation may depend on."""
 
-    Attributes:
-        config: the configuration before settings are translated.
-        world_size: the number of processes.
-        settings: what is given so far, by field.
-        others: settings of other trainers that are given, with their values as text.
-    """
-
-    config: Config
-    world_size: int = 1
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    config: Config  # the configuration before settings are translated
+    world_size: int = 1  # the number of processes
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what is given so far, by field
+    # Settings of other trainers that are given, with their values as text.
     others: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> int | None:

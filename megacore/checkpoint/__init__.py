@@ -1,7 +1,5 @@
 """Checkpoints: directories of safetensors shards and a manifest, published whole or not at all, readable on any layout.
-
-The names below are what the trainer uses; each is loaded when it is first used, so that nothing loads torch early.
-"""
+The names below are what the trainer uses; each is loaded when it is first used, so that nothing loads torch early."""
 
 from __future__ import annotations
 

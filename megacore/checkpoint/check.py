@@ -1,6 +1,5 @@
-"""Looks at the checkpoint of `--load` before torch is loaded: a damaged one, or one of another model, is refused
-within a second, once, instead of by every rank after the model is built.
-"""
+"""Looks at the checkpoint of `--load` before torch is loaded: a damaged one, or one of another model, is refused within
+a second, once, instead of by every rank after the model is built."""
 
 from __future__ import annotations
 
@@ -43,13 +42,9 @@ _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interv
 
 
 def check_load(config: ResolvedConfig) -> None:
-    """Check the checkpoint that the run continues from, if any.
-
-    Of several that it may be, only the settings are looked at here: which of them are whole is seen at the start.
-
-    Raises:
-        CheckpointError: it is missing, incomplete, or of another model.
-    """
+    """Check the checkpoint that the run continues from, if any. Of several that it may be, only the settings are looked
+    at here: which of them are whole is seen at the start. Raises CheckpointError where it is missing, incomplete, or of
+    another model."""
     load = config.checkpoint.load
     if (source := config.start.pretrained_checkpoint) is not None:
         try:
@@ -84,14 +79,11 @@ def check_load(config: ResolvedConfig) -> None:
 
 def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the checkpoint that a run starts from: the shape of its model; and of one that `--load` continues,
-    the fields whose default may be another than when it started: the same command continues the same training,
-    whatever the version.
+    the fields whose default may be another than when it started: the same command continues the same training, whatever
+    the version.
 
-    Args:
-        given: values of the configuration's fields, from flags and file.
-
-    Returns:
-        Values by field; none without a checkpoint, whose problems `check_load` reports.
+    `given`: values of the configuration's fields, from flags and file. Returns values by field; none without a
+    checkpoint, whose problems `check_load` reports.
     """
     load = given.get("load")
     default = field_infos(TrainingConfig)["output_dir"].default
@@ -146,10 +138,7 @@ def _shape_of(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_settings(config: ResolvedConfig, directory: Location, manifest: Manifest) -> None:
     """Refuse a checkpoint that this run cannot continue from: of another model, optimizer or tokenizer, or finished.
-
-    Raises:
-        CheckpointError: it is.
-    """
+    Raises CheckpointError where it is."""
     load = f"--load {config.checkpoint.load}"
     trained_with = manifest.config.get("optimizer", {}).get("optimizer")
     if not isinstance(trained_with, str) or "model" not in manifest.config:
@@ -226,7 +215,6 @@ def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str,
 
     Args:
         stored: that one's directory, verified; nothing is compared where the checkpoint has none.
-        tokenizer: the other one.
         path: of the other one, for the message.
         way_out: what else to do, for the message.
 

@@ -1,8 +1,6 @@
-"""Which checkpoint a run continues from: the one that was named, or the last published one that is intact.
-
-The pointer may name an older checkpoint, and a directory may be damaged. All ranks together check every file of a
-candidate. The report names each candidate that they refuse, and the reason.
-"""
+"""Which checkpoint a run continues from: the one that was named, or the last published one that is intact. The pointer
+may name an older checkpoint, and a directory may be damaged. All ranks together check every file of a candidate. The
+report names each candidate that they refuse, and the reason."""
 
 from __future__ import annotations
 
@@ -23,28 +21,15 @@ from megacore.remote import Location, location
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a run continues from.
+    """What a run continues from."""
 
-    Attributes:
-        directory: the checkpoint; None for a fresh start.
-        refused: newer ones that were passed over, or are gone, each with the reason.
-    """
-
-    directory: Location | None
-    refused: tuple[str, ...] = ()
+    directory: Location | None  # the checkpoint; None for a fresh start
+    refused: tuple[str, ...] = ()  # newer ones that were passed over, or are gone, each with the reason
 
 
 def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
-    """Find what `--load` means; all ranks call this together and get the same.
-
-    Args:
-        config: resolved.
-        world: all ranks.
-
-    Raises:
-        CheckpointError: there is nothing to continue from, what there is belongs to another model, or the ranks were
-            given different checkpoints.
-    """
+    """Find what `--load` means; all ranks call this together and get the same. Raises CheckpointError where there is
+    nothing to continue from, what there is belongs to another model, or the ranks were given different checkpoints."""
     load = config.checkpoint.load
     if load is None:
         return Choice(directory=None)
@@ -94,7 +79,6 @@ def whole(directory: Location, world: Group, *, archived: bool = False) -> str |
     """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
 
     Args:
-        directory: of the checkpoint.
         world: the ranks that call this together.
         archived: whether SHA-256 is taken as well.
     """

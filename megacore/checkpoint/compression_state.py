@@ -39,11 +39,8 @@ class OwnEntry(NamedTuple):
 
 
 def errors_of(bucket: Bucket) -> Iterator[OwnEntry]:
-    """The errors of a bucket's parameters; the ranks of its group iterate together.
-
-    Raises:
-        PeerFailed: another rank has no memory for what is gathered.
-    """
+    """The errors of a bucket's parameters; the ranks of its group iterate together. Raises PeerFailed where another
+    rank has no memory for what is gathered."""
     if (compressed := bucket.compressed) is None:
         return
     kind, worker = f"{bucket.options.summed}_worker_error", compressed.worker_error.view(-1)
@@ -73,7 +70,6 @@ def fill_errors(bucket: Bucket, read: Read, errors: Errors) -> None:
     """Set the errors of a bucket's parameters to those of a checkpoint, or to 0 where it has none.
 
     Args:
-        bucket: of parameters.
         read: gives a part of a global tensor.
         errors: that there are to read.
     """

@@ -45,13 +45,9 @@ def step_of(directory: Location) -> int | None:
 
 
 def published(run: L) -> list[L]:
-    """All that has a checkpoint's name, the last published first; before them any whose manifest is damaged or gone.
-
-    A link to a directory that was moved away is the checkpoint that it leads to.
-
-    Raises:
-        OSError: the run's directory is there, and cannot be listed.
-    """
+    """All that has a checkpoint's name, the last published first; before them any whose manifest is damaged or gone. A
+    link to a directory that was moved away is the checkpoint that it leads to. Raises OSError where the run's directory
+    is there, and cannot be listed."""
     try:
         steps = [cast(L, entry) for entry in run.iterdir() if step_of(entry) is not None]
     except FileNotFoundError:
@@ -85,11 +81,8 @@ def temporary_name(name: str) -> str:
 
 
 def sweep(run: Location) -> list[str]:
-    """Remove what a killed writer has left; only the run's one writer may call it.
-
-    Returns:
-        The names of what was there.
-    """
+    """Remove what a killed writer has left; only the run's one writer may call it. Returns the names of what was
+    there."""
     if isinstance(run, RemotePath):
         return _sweep_remote(run)
     with contextlib.suppress(FileNotFoundError):
@@ -153,7 +146,6 @@ def expired(run: L, *, keep_last: int | None, keep_every: int | None, protected:
     link.
 
     Args:
-        run: the run's directory.
         keep_last: how many of the last published are kept; None keeps all.
         keep_every: checkpoints of its multiples are kept.
         protected: checkpoints that are kept in any case.

@@ -1,8 +1,6 @@
-"""Files of a checkpoint as they are read: files and nothing else, of the size and content that the manifest says.
-
-The manifest has two digests of a file. XXH3 is what a load checks: it finds what has befallen a file, at the speed of
-memory, where SHA-256 takes ten times as long as the load itself. SHA-256 is for archives and `--verify`.
-"""
+"""Files of a checkpoint as they are read: files and nothing else, of the size and content that the manifest says. The
+manifest has two digests of a file. XXH3 is what a load checks: it finds what has befallen a file, at the speed of
+memory, where SHA-256 takes ten times as long as the load itself. SHA-256 is for archives and `--verify`."""
 
 from __future__ import annotations
 
@@ -53,11 +51,8 @@ class Digests:
 
 
 def open_regular(path: Location, *, buffering: int = -1) -> BinaryIO:
-    """A regular file directly in its directory, open for reading: no link, no pipe, no device.
-
-    Raises:
-        OSError: it is not.
-    """
+    """A regular file directly in its directory, open for reading: no link, no pipe, no device. Raises OSError where it
+    is not."""
     if isinstance(path, RemotePath):
         return path.open()
     if path.parent.name == TOKENIZER_DIRECTORY and path.parent.is_symlink():
@@ -88,8 +83,6 @@ def verify(
     """Refuse a file that is not what the manifest says.
 
     Args:
-        path: the file.
-        expected: what the manifest says.
         content: whether to read the file, or to compare only its size.
         archived: whether to take its SHA-256 as well as its XXH3; without an XXH3 it is always taken.
         on_read: called with the number of bytes of each part that is read.
@@ -119,18 +112,9 @@ def verify(
 
 
 def verified_tokenizer(directory: Location, files: Mapping[str, FileEntry]) -> Path | None:
-    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says.
-
-    Args:
-        directory: the checkpoint.
-        files: of its manifest.
-
-    Returns:
-        A directory that may be read; None where the checkpoint has no tokenizer.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not of the checkpoint.
-    """
+    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says. Returns a directory that may
+    be read; None where the checkpoint has no tokenizer. Raises CheckpointError where a file is missing, damaged, or not
+    of the checkpoint."""
     refuse_unlisted(directory, files)
     listed = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
     for name in listed:
@@ -163,15 +147,8 @@ def _copied(directory: RemotePath, files: Mapping[str, FileEntry]) -> Path:
 
 
 def refuse_unlisted(directory: Location, names: Iterable[str]) -> None:
-    """Refuse files beside a checkpoint's tokenizer, which would be read instead of it.
-
-    Args:
-        directory: the checkpoint.
-        names: of the files that its manifest has.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse files beside a checkpoint's tokenizer, which would be read instead of it. `names`: of the files that its
+    manifest has. Raises CheckpointError where there is one."""
     stored = directory / TOKENIZER_DIRECTORY
     try:
         stored_names = (

@@ -1,5 +1,5 @@
-"""Loading: every rank reads the bytes of its slices, whatever layout wrote them, from files whose content is
-checked: each by one of the ranks, so that together they read the checkpoint once for it."""
+"""Loading: every rank reads the bytes of its slices, whatever layout wrote them, from files whose content is checked:
+each by one of the ranks, so that together they read the checkpoint once for it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def load_checkpoint(
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
-        directory: the checkpoint.
         manifest: its, as all ranks have read it together.
-        state: where to.
         world: the ranks that load together, and share the checking of files.
         with_optimizer: whether to read the optimizer's state; without it the optimizer begins anew.
 
@@ -119,8 +117,6 @@ def verified_together(
     """Check a checkpoint's files against its manifest, each on one of the ranks.
 
     Args:
-        directory: the checkpoint.
-        manifest: its.
         world: the ranks that call this together.
         kinds: of tensors whose files are checked; None: every file.
         archived: whether SHA-256 is taken as well.
@@ -151,11 +147,8 @@ def verified_together(
 
 
 def check_header(path: Location, manifest: Manifest) -> None:
-    """Refuse a shard whose table is not what the manifest says, before anything believes it.
-
-    Raises:
-        CheckpointError: its table is larger than its tensors need, or differs.
-    """
+    """Refuse a shard whose table is not what the manifest says, before anything believes it. Raises CheckpointError
+    where its table is larger than its tensors need, or differs."""
     expected: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
     for table in manifest.tensors.values():
         for name, entry in table.items():
@@ -188,7 +181,6 @@ def load_parameters(
 
     Args:
         path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
-        parameters: to fill.
         buffers: to fill where the checkpoint has them, by global name.
     """
     parameters = list(parameters)
@@ -224,12 +216,8 @@ def _require_same_model(manifest: Manifest, parameters: Iterable[ShardedParamete
 
 
 class Reader:
-    """Reads slices of global tensors out of the shards that hold them, and no byte more.
-
-    Args:
-        directory: a checkpoint whose files are verified.
-        manifest: its.
-    """
+    """Reads slices of global tensors out of the shards that hold them, and no byte more. `directory`: a checkpoint
+    whose files are verified."""
 
     def __init__(self, directory: Location, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
@@ -240,7 +228,6 @@ class Reader:
 
         Args:
             kind: `model`, or the optimizer's.
-            name: global.
             wanted: [start, stop) of every dimension.
             out: contiguous, of the slice's shape: is filled; None: a new tensor of the stored dtype.
 

@@ -29,23 +29,16 @@ class WriterLock:
     The file says who holds it, with a token that `sees_lock` looks for on other ranks. The file stays behind: only the
     lock on it counts, so nothing that a dead process leaves is in the way.
 
-    Args:
-        output_dir: is made where it does not exist.
-
-    Attributes:
-        warning: why the directory is not locked, where its file system knows no locks; else None.
-        token: what is in the file of this lock and of no other.
-
-    Raises:
-        UserError: another process writes there, or the lock is no regular file.
-        OSError: the directory cannot be written.
+    `output_dir`: is made where it does not exist. Raises UserError where another process writes there, or the lock is
+    no regular file; OSError where the directory cannot be written.
     """
 
     def __init__(self, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         self.path = output_dir / LOCK_NAME
+        # Why the directory is not locked, where its file system knows no locks; else None.
         self.warning: str | None = None
-        self.token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex  # what is in the file of this lock and of no other
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._descriptor: int | None = os.open(self.path, flags, 0o644)
@@ -95,12 +88,8 @@ class WriterLock:
 
 
 def lock_again(output_dir: Path) -> WriterLock | None:
-    """Lock a directory that this process has held, where it was made again since; None: the lock is there.
-
-    Raises:
-        UserError: another process writes there now.
-        OSError: the directory cannot be written.
-    """
+    """Lock a directory that this process has held, where it was made again since; None: the lock is there. Raises
+    UserError where another process writes there now; OSError where the directory cannot be written."""
     said = _said(output_dir)
     if (said.get("pid"), said.get("host")) == (os.getpid(), socket.gethostname()):
         return None

@@ -68,37 +68,26 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything a reader needs to know before it opens a shard.
+    """Everything a reader needs to know before it opens a shard."""
 
-    Attributes:
-        serial: number of the checkpoint in its run's directory, in the order of their publication.
-        schema: version of this format: 2, or 3 where a tensor is cut in several dimensions.
-        step: updates done.
-        consumed_samples: position in the data, all of it: every other property of the order is in `config`.
-        counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step, whether the
-            weights are in doubt, and whether a program describes the layers.
-        series: lists of numbers of the trainer by name: what the spike guard and adaptive clipping know, rollbacks.
-        topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
-        random: what there is to say of random numbers.
-        tokenizer: fingerprint of the tokenizer, whose files are under `tokenizer/`; None where the run had none.
-        config: the full resolved configuration, section by section.
-        files: every other file of the directory.
-        tensors: kind (`model`, `exp_avg`, ...) -> global name -> entry.
-        manifest_sha256: the digest in the first line of the file that it was read from; "" for one that was not read.
-    """
-
-    serial: int = 1
-    schema: int = SCHEMA
+    serial: int = 1  # number of the checkpoint in its run's directory, in the order of their publication
+    schema: int = SCHEMA  # version of this format: 2, or 3 where a tensor is cut in several dimensions
     step: int
-    consumed_samples: int
+    consumed_samples: int  # position in the data, all of it: every other property of the order is in `config`
+    # Further numbers of the trainer: updates done, loss scale, learning rate of the last step, whether the weights are
+    # in doubt, and whether a program describes the layers.
     counters: dict[str, float] = field(default_factory=dict)
+    # Lists of numbers of the trainer by name: what the spike guard and adaptive clipping know, rollbacks.
     series: dict[str, list[float]] = field(default_factory=dict)
-    topology: dict[str, int]
-    random: str = RANDOM
+    topology: dict[str, int]  # ranks along each dimension of the mesh that wrote it, by name; a reader's may differ
+    random: str = RANDOM  # what there is to say of random numbers
+    # Fingerprint of the tokenizer, whose files are under `tokenizer/`; None where the run had none.
     tokenizer: str | None = None
-    config: dict[str, dict[str, Any]]
-    files: dict[str, FileEntry] = field(default_factory=dict)
+    config: dict[str, dict[str, Any]]  # the full resolved configuration, section by section
+    files: dict[str, FileEntry] = field(default_factory=dict)  # every other file of the directory
+    # Kind (`model`, `exp_avg`, ...) -> global name -> entry.
     tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    # The digest in the first line of the file that it was read from; "" for one that was not read.
     manifest_sha256: str = field(default="", compare=False)
 
     @property
@@ -173,14 +162,8 @@ def way_to_a_checkpoint(path: Location) -> str:
 
 def find_checkpoint(path: L) -> L:
     """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory
-    and is not in doubt.
-
-    Its manifest decides which was last, not its step: a later run in the same directory may have ended at an earlier
-    one. Whether it is whole is not looked at.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    and is not in doubt. Its manifest decides which was last, not its step: a later run in the same directory may have
+    ended at an earlier one. Whether it is whole is not looked at. Raises CheckpointError where there is none."""
     if (path / MANIFEST_NAME).is_file():
         return path
     checkpoints = checkpoints_of(path)
@@ -201,11 +184,8 @@ def _is_in_doubt(directory: Location) -> bool:
 
 
 def checkpoints_of(run: L) -> list[L]:
-    """What `published` finds, for a reader.
-
-    Raises:
-        CheckpointError: the directory cannot be listed: whether it holds any is not known.
-    """
+    """What `published` finds, for a reader. Raises CheckpointError where the directory cannot be listed: whether it
+    holds any is not known."""
     try:
         return published(run)
     except OSError as error:
@@ -216,15 +196,8 @@ def checkpoints_of(run: L) -> list[L]:
 
 
 def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
-    """Parse a checkpoint's manifest.
-
-    Args:
-        directory: the checkpoint.
-        text: of the manifest that it shall have; None: what its file holds.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged or of another version.
-    """
+    """Parse a checkpoint's manifest. `text`: of the manifest that it shall have; None: what its file holds. Raises
+    CheckpointError where there is none, or it is damaged or of another version."""
     path = directory / MANIFEST_NAME
     try:
         raw = parse_json(_unsealed(_read(path) if text is None else text))
@@ -262,12 +235,9 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
 
 
 def marked_in_doubt(directory: Location) -> str:
-    """The text of a checkpoint's manifest with the mark that its weights are in doubt. All else is as it was written,
-    what another version may have added too.
-
-    Raises:
-        CheckpointError: there is none, or it could not be read again.
-    """
+    """The text of a checkpoint's manifest with the mark that its weights are in doubt. All else is as it was
+    written, what another version may have added too. Raises CheckpointError where there is none, or it could not be
+    read again."""
     read_manifest(directory)
     raw = parse_json(_read(directory / MANIFEST_NAME))
     raw["counters"]["in_doubt"] = 1
@@ -312,11 +282,8 @@ _KINDS = {dict: "an object", list: "a list", int: "a whole number", str: "a text
 
 
 def _take(raw: Any, key: str, kind: type, where: str = "") -> Any:
-    """`raw[key]`, which must be of a kind; `where` is the path to `raw`, for the message.
-
-    Raises:
-        ValueError: it is missing or of another kind.
-    """
+    """`raw[key]`, which must be of a kind; `where` is the path to `raw`, for the message. Raises ValueError where it is
+    missing or of another kind."""
     if not isinstance(raw, dict):
         raise ValueError(f"{where.rstrip('.') or 'the whole'} is not an object")
     if key not in raw:
@@ -491,17 +458,8 @@ def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:
 
 
 def section_of(manifest: Manifest, directory: Location, name: str, kind: type[S]) -> S:
-    """A section of the configuration that the model was trained with.
-
-    Args:
-        manifest: the checkpoint's.
-        directory: the checkpoint, for the message.
-        name: the section's.
-        kind: what it is.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be.
-    """
+    """A section of the configuration that the model was trained with. `directory`: the checkpoint, for the message.
+    Raises CheckpointError where there is none, or it cannot be."""
     try:
         section = kind(**manifest.config[name])
         problems = section.problems()

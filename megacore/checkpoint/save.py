@@ -52,48 +52,29 @@ _PATIENCE_SECONDS = 10.0  # with a thread that writes what is given up: a disk m
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A published checkpoint.
+    """A published checkpoint."""
 
-    Attributes:
-        step: of the run.
-        path: its directory.
-        updates: of the weights, as this start of the run counts them.
-        notes: what went wrong after it was published, and does not concern it.
-    """
-
-    step: int
+    step: int  # of the run
     path: Location
-    updates: int
-    notes: tuple[str, ...] = ()
+    updates: int  # of the weights, as this start of the run counts them
+    notes: tuple[str, ...] = ()  # what went wrong after it was published, and does not concern it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """What has been marked in doubt.
+    """What has been marked in doubt."""
 
-    Attributes:
-        paths: of the checkpoints.
-        problems: what went wrong, each a sentence that names the checkpoint or the file.
-    """
-
-    paths: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()  # of the checkpoints
+    problems: tuple[str, ...] = ()  # what went wrong, each a sentence that names the checkpoint or the file
 
 
 class Work:
-    """A part of a save that this rank does by itself, now or in a thread.
-
-    Nothing that the part raises escapes: the ranks agree on the outcome, and one that left by itself would leave the
-    others waiting in a collective.
-
-    Attributes:
-        result: what the part returned.
-        problem: why it failed, or None; empty where it failed only because another rank did.
-    """
+    """A part of a save that this rank does by itself, now or in a thread. Nothing that the part raises escapes: the
+    ranks agree on the outcome, and one that left by itself would leave the others waiting in a collective."""
 
     def __init__(self, do: Callable[[], Any] | None, path: Location, *, background: bool) -> None:
-        self.result: Any = None
-        self.problem: str | None = None
+        self.result: Any = None  # what the part returned
+        self.problem: str | None = None  # why it failed, or None; empty where it failed only because another rank did
         self._do, self._path = do, path
         self._thread: threading.Thread | None = None
         if do is not None and background:
@@ -154,7 +135,6 @@ class CheckpointSaver:
 
     Args:
         config: resolved; stored in every manifest.
-        mesh: this rank's groups.
         loaded: the checkpoint that the run continues from, which is never deleted.
     """
 
@@ -183,11 +163,8 @@ class CheckpointSaver:
 
         Replicated and tied tensors are written once, and the ranks of a replica group divide the writing.
 
-        Args:
-            state: this rank's view of the run. With --async-save it may change once this returns.
-
-        Raises:
-            StorageError: on every rank, where one could not make the directory or copy its state.
+        `state`: this rank's view of the run. With --async-save it may change once this returns. Raises StorageError on
+        every rank, where one could not make the directory or copy its state.
         """
         assert self._job is None
         first = self._mesh.world.is_first
@@ -205,14 +182,9 @@ class CheckpointSaver:
         self._job = _Job(draft=draft, temporary=temporary, final=final, work=work)
 
     def advance(self) -> Saved | None:
-        """Agree on what is done, and begin what follows; only if no rank is waiting.
-
-        Returns:
-            The checkpoint, once it is published.
-
-        Raises:
-            StorageError: on every rank, where one could not write; nothing is left of the checkpoint then.
-        """
+        """Agree on what is done, and begin what follows; only if no rank is waiting. Returns the checkpoint, once it
+        is published. Raises StorageError on every rank, where one could not write; nothing is left of the checkpoint
+        then."""
         assert self._job is not None
         job = self._job
         job.may_be_complete = True  # and the first rank about to publish it
@@ -240,10 +212,8 @@ class CheckpointSaver:
         return saved
 
     def abandon(self) -> None:
-        """Give up the save under way, without a word to the other ranks: they may be gone.
-
-        What no rank can have published, each removes once it writes no more, so that the last one leaves nothing.
-        """
+        """Give up the save under way, without a word to the other ranks: they may be gone. What no rank can have
+        published, each removes once it writes no more, so that the last one leaves nothing."""
         job, self._job = self._job, None
         if job is not None:
             job.work.join(_PATIENCE_SECONDS)
@@ -252,11 +222,8 @@ class CheckpointSaver:
 
     def doubt(self, newest: Location) -> Marked:
         """Mark the run's checkpoints whose weights have turned out to be of no use, and let the pointer name the last
-        that has others; only while no save is under way.
-
-        Args:
-            newest: one of them. One of another run, or a link to one, is left as it is.
-        """
+        that has others; only while no save is under way. `newest`: one of them. One of another run, or a link to one,
+        is left as it is."""
         work = Work((lambda: self._mark(newest)) if self._mesh.world.is_first else None, newest, background=False)
         # The others end the run only when the first rank has marked all: it would not outlive them.
         marked, problem = all_gather_objects((work.result, work.problem), self._mesh.world)[0]

@@ -32,51 +32,32 @@ WEIGHTS = StateKind(name=MODEL)
 
 
 class Entry(NamedTuple):
-    """One tensor of a checkpoint, as far as this rank holds it.
+    """One tensor of a checkpoint, as far as this rank holds it."""
 
-    Attributes:
-        kind: weights, buffers, or the name of a kind of optimizer state.
-        spec: the global tensor, and this rank's slice of it.
-        tensor: the slice, without padding.
-        is_own: each replica has a tensor of its own, which is its slice of the global one.
-    """
-
-    kind: str
-    spec: ShardSpec
-    tensor: Tensor
-    is_own: bool = False
+    kind: str  # weights, buffers, or the name of a kind of optimizer state
+    spec: ShardSpec  # the global tensor, and this rank's slice of it
+    tensor: Tensor  # the slice, without padding
+    is_own: bool = False  # each replica has a tensor of its own, which is its slice of the global one
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """A rank's view of the run.
-
-    Attributes:
-        step: steps done.
-        consumed_samples: the data loader's whole state.
-        data_parallel: holds the weights.
-        optimizer: holds the state of what this rank updates.
-        counters: further numbers, the same on every rank (updates done, loss scale).
-        series: lists of numbers, likewise.
-        buffers: by global name; replicas may have different ones, and one replica's are kept.
-    """
+    """A rank's view of the run."""
 
     step: int
-    consumed_samples: int
-    data_parallel: DataParallel
-    optimizer: Optimizer[Any]
+    consumed_samples: int  # the data loader's whole state
+    data_parallel: DataParallel  # holds the weights
+    optimizer: Optimizer[Any]  # holds the state of what this rank updates
+    # Further numbers, the same on every rank (updates done, loss scale)
     counters: dict[str, float] = field(default_factory=dict)
-    series: dict[str, list[float]] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)  # lists of numbers, likewise
+    # By global name; replicas may have different ones, and one replica's are kept.
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def entries(self) -> Iterator[Entry]:
-        """The tensors of this rank's stages; the ranks of a replica group iterate together.
-
-        A tensor may be the live one: copy it to keep it while training continues.
-
-        Raises:
-            PeerFailed: another rank of the replica group could not prepare what is gathered next.
-        """
+        """The tensors of this rank's stages; the ranks of a replica group iterate together. A tensor may be the live
+        one: copy it to keep it while training continues. Raises PeerFailed where another rank of the replica group
+        could not prepare what is gathered next."""
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
             for kind in (WEIGHTS, *self.optimizer.kinds):

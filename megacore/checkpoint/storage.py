@@ -67,16 +67,8 @@ def passing(point: str) -> None:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, Tensor], on_written: Count = lambda count: None) -> FileEntry:
-    """Write one safetensors file and make it durable, or write an object of an object store.
-
-    Args:
-        path: of the new file.
-        tensors: in host memory.
-        on_written: called with the number of bytes of each part of a tensor that is written.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write one safetensors file and make it durable, or write an object of an object store. `on_written`: called with
+    the number of bytes of each part of a tensor that is written. Raises OSError where it cannot be written."""
     head = memoryview(header_of({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}))
     digests = Digests()
     with _new_file(path) as write, ThreadPoolExecutor(1) as digester:
@@ -112,15 +104,9 @@ def _chunks(tensor: Tensor) -> list[memoryview]:
 
 
 class LocalRun:
-    """Checkpoints in a directory, each under a first name until it is published under its last one.
-
-    All ranks write files of tensors into an unfinished one (`write_tensors`); the rest is the first rank's.
-
-    Every method raises OSError for what cannot be written.
-
-    Args:
-        path: of the directory, which is made if it is missing.
-    """
+    """Checkpoints in a directory, each under a first name until it is published under its last one. All ranks write
+    files of tensors into an unfinished one (`write_tensors`); the rest is the first rank's. Every method raises OSError
+    for what cannot be written. `path`: of the directory, which is made if it is missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,11 +132,8 @@ class LocalRun:
         return files
 
     def publish(self, first: str, last: str, manifest: str) -> None:
-        """Add the manifest, and make the whole a checkpoint, in one step that survives a power failure.
-
-        Raises:
-            OSError: it cannot be renamed, or the name is taken.
-        """
+        """Add the manifest, and make the whole a checkpoint, in one step that survives a power failure. Raises OSError
+        where it cannot be renamed, or the name is taken."""
         temporary, final = self.path / first, self.path / last
         _write_text(temporary / MANIFEST_NAME, manifest)
         passing("manifest written")
@@ -205,11 +188,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 class RemoteRun:
-    """Checkpoints in an object store, as of `LocalRun`.
-
-    Args:
-        path: where they are.
-    """
+    """Checkpoints in an object store, as of `LocalRun`."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path = path

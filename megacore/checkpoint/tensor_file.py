@@ -1,7 +1,5 @@
-"""Safetensors files, read and written a tensor at a time.
-
-Files are read with plain reads, not mapped: what was read once does not stay in this process's memory.
-"""
+"""Safetensors files, read and written a tensor at a time. Files are read with plain reads, not mapped: what was read
+once does not stay in this process's memory."""
 
 from __future__ import annotations
 
@@ -62,13 +60,8 @@ def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | 
 
 
 def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -> Tensor:
-    """A slice of a tensor; no other bytes are read.
-
-    Args:
-        tensor: where it lies.
-        where: the slice.
-        out: contiguous, of the slice's shape and the stored dtype: is filled; None: a new tensor.
-    """
+    """A slice of a tensor; no other bytes are read. `out`: contiguous, of the slice's shape and the stored dtype: is
+    filled; None: a new tensor."""
     sizes = [stop - start for start, stop in where]
     values = torch.empty(sizes, dtype=DTYPES[tensor.dtype]) if out is None else out
     assert values.dtype == DTYPES[tensor.dtype] and list(values.shape) == sizes and values.is_contiguous()
@@ -101,12 +94,8 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 class TensorWriter:
-    """Writes a safetensors file, tensor by tensor in the announced order.
-
-    Args:
-        path: the new file.
-        tensors: name -> dtype and shape, of all that will be written.
-    """
+    """Writes a safetensors file, tensor by tensor in the announced order. `tensors`: name -> dtype and shape, of all
+    that will be written."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.path = path

@@ -1,8 +1,6 @@
-"""The header of a safetensors file: written, and checked whole before a byte of a tensor is read.
-
-The format (8 bytes of header length, a JSON header, then the tensors' bytes) is simple enough: names, types and shapes
-must be possible, and the tensors must tile the rest of the file. Nothing here imports torch.
-"""
+"""The header of a safetensors file: written, and checked whole before a byte of a tensor is read. The format (8 bytes
+of header length, a JSON header, then the tensors' bytes) is simple enough: names, types and shapes must be possible,
+and the tensors must tile the rest of the file. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -26,21 +24,13 @@ _MOST_DIMENSIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies.
-
-    Attributes:
-        file: the file.
-        name: its name in the file.
-        dtype: of its elements, by the format's name.
-        shape: its shape.
-        start: offset of its first byte in the file.
-    """
+    """Where a tensor lies."""
 
     file: Location
-    name: str
-    dtype: str
+    name: str  # its name in the file
+    dtype: str  # of its elements, by the format's name
     shape: tuple[int, ...]
-    start: int
+    start: int  # offset of its first byte in the file
 
     @property
     def bytes(self) -> int:
@@ -48,11 +38,8 @@ class StoredTensor:
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """What a safetensors file begins with: its header's length and the header.
-
-    Args:
-        tensors: name -> dtype, by the format's name, and shape, in the order in which their bytes follow.
-    """
+    """What a safetensors file begins with: its header's length and the header. `tensors`: name -> dtype, by the
+    format's name, and shape, in the order in which their bytes follow."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -64,15 +51,8 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def read_header(path: Location, *, largest: int = _LARGEST_HEADER) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name.
-
-    Args:
-        path: the file.
-        largest: bytes that the header may have.
-
-    Raises:
-        CheckpointError: the file is not safetensors, or its header says what cannot be.
-    """
+    """The tensors of a safetensors file, by name. `largest`: bytes that the header may have. Raises CheckpointError
+    where the file is not safetensors, or its header says what cannot be."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,6 +1,5 @@
 """The command line of tools/convert_checkpoint.py, and the order of a conversion: read, write under a temporary name,
-read both sides back and compare, publish.
-"""
+read both sides back and compare, publish."""
 
 from __future__ import annotations
 
@@ -151,11 +150,8 @@ def parser() -> ToolParser:
 
 
 def convert(args: Namespace) -> None:
-    """Convert, prove it, and publish.
-
-    Raises:
-        UserError: the input cannot be converted exactly, or the output exists.
-    """
+    """Convert, prove it, and publish. Raises UserError where the input cannot be converted exactly, or the output
+    exists."""
     ways = {
         ("hf", "megacore"): _from_hf,
         ("megacore", "hf"): _to_hf,

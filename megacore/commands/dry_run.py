@@ -15,11 +15,8 @@ def is_dry_run(argv: Sequence[str]) -> bool:
 
 
 def dry_run(argv: Sequence[str], entry: str) -> int:
-    """Plan the run in place of it; with `--dry-run=full` take a step of it without devices.
-
-    Returns:
-        The exit status: 0 done, 2 refused, or a rank failed.
-    """
+    """Plan the run in place of it; with `--dry-run=full` take a step of it without devices. Returns the exit status: 0
+    done, 2 refused, or a rank failed."""
     try:
         from megacore.commands.plan import plan_run
     except ModuleNotFoundError as error:

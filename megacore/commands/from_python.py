@@ -26,14 +26,10 @@ Setting = bool | int | float | str | Path | Sequence[str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """What a training leaves behind; its files are in the output directory.
+    """What a training leaves behind; its files are in the output directory."""
 
-    Attributes:
-        trainer: with the model, `trainer.model`, and its parameters, `trainer.parameters`.
-        records: of logged steps and of evaluations, in order: the lines of metrics.jsonl, on every rank.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # with the model, `trainer.model`, and its parameters, `trainer.parameters`
+    # Of logged steps and of evaluations, in order: the lines of metrics.jsonl, on every rank.
     records: Sequence[Mapping[str, Any]]
 
     @property
@@ -54,13 +50,9 @@ def pretrain_gpt(
         run = pretrain_gpt(preset="gpt2-tiny", mock_data=True, global_batch_size=8, train_iters=10, log_interval=1)
         print(run.losses)
 
-    Args:
-        callbacks, products, layers: of one's own (docs/extend/extending.md).
-        settings: the flags of `pretrain_gpt.py`, with underscores: `tp=2` is --tp 2, `mock_data=True` is --mock-data.
-
-    Raises:
-        ConfigError: everything that is wrong with the settings and the files that they name; a ValueError.
-        TrainingStopped: the run diverges.
+    `settings`: the flags of `pretrain_gpt.py`, with underscores: `tp=2` is --tp 2, `mock_data=True` is --mock-data.
+    Raises ConfigError with everything that is wrong with the settings and the files that they name; a ValueError;
+    TrainingStopped where the run diverges.
     """
     config = read_config(_words(settings), prog="pretrain_gpt.py", exits=False)
     set_torch_defaults()
@@ -94,11 +86,8 @@ class _Records(Callback):
 
 
 def _words(settings: Mapping[str, Setting]) -> list[str]:
-    """The command line that says the same.
-
-    Raises:
-        ConfigError: values that no flag can have, or keywords that are no setting of a run.
-    """
+    """The command line that says the same. Raises ConfigError with values that no flag can have, or keywords that are
+    no setting of a run."""
     words, problems = list[str](), list[str]()
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")

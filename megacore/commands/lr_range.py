@@ -67,12 +67,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The rate at which the loss falls fastest over the logarithm of the rate, before its minimum; None: it never does.
-
-    Args:
-        rates: ascending.
-        losses: smoothed.
-    """
+    """The rate at which the loss falls fastest over the logarithm of the rate, before its minimum; None: it never
+    does."""
     end = losses.index(min(losses))
     slopes = [
         (losses[i + 1] - losses[i - 1]) / (math.log(rates[i + 1]) - math.log(rates[i - 1]))

@@ -1,7 +1,5 @@
-"""The command behind tools/plan.py and `pretrain_gpt.py --dry-run`: from flags to a plan, a search, pictures.
-
-The flags of the run are read and validated as the trainer does it. Nothing here loads torch.
-"""
+"""The command behind tools/plan.py and `pretrain_gpt.py --dry-run`: from flags to a plan, a search, pictures. The flags
+of the run are read and validated as the trainer does it. Nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -122,8 +120,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
 def plan_run(argv: Sequence[str], entry: str) -> int:
     """`--dry-run` of an entry point: plan the run in place of it; `--dry-run=full`: take a step of it without devices.
 
-    Returns:
-        The exit status: 0 done, 2 refused, or a rank failed.
+    Returns the exit status: 0 done, 2 refused, or a rank failed.
     """
     words = [dashed(word) for word in argv]
     if f"{DRY_RUN}=full" in words or (DRY_RUN, "full") in itertools.pairwise(words):

@@ -24,11 +24,8 @@ _T = TypeVar("_T")
 
 
 def run_calibration(args: argparse.Namespace) -> None:
-    """Fit a cluster to the run in a directory, write its file there, and print what was found.
-
-    Raises:
-        ConfigError: all that is wrong with the run and the flags.
-    """
+    """Fit a cluster to the run in a directory, write its file there, and print what was found. Raises ConfigError with
+    all that is wrong with the run and the flags."""
     directory: Path = args.calibrate
     take_misspelled(args, args.own_flags, Config)
     path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]

@@ -112,11 +112,8 @@ def _replicas(args: argparse.Namespace, layout: Mapping[str, Any], kind: type[Co
 
 
 def _require_same_work(configs: list[ResolvedConfig]) -> None:
-    """A step of each layout is one of the same number of tokens on the same number of ranks.
-
-    Raises:
-        ConfigError: it is not; with flags that make it so.
-    """
+    """A step of each layout is one of the same number of tokens on the same number of ranks. Raises ConfigError where
+    it is not; with flags that make it so."""
     ranks = [config.parallel.ranks for config in configs]
     batches = [config.training.global_batch_size for config in configs]
     problems = []

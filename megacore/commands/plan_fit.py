@@ -27,13 +27,8 @@ _REPLICAS = {"dp", "world_size"}
 def measured_rows(
     args: argparse.Namespace, kind: type[Config], resolved: Callable[[Sequence[str]], ResolvedConfig] | None
 ) -> list[MeasuredRow]:
-    """The rows of --fit; what is wrong with them is added to the problems of the command line.
-
-    Args:
-        args: parsed.
-        kind: of the configuration.
-        resolved: maps flags of a run, without those of the planner, to its configuration; None: there is no cluster.
-    """
+    """The rows of --fit; what is wrong with them is added to the problems of the command line. `resolved`: maps flags
+    of a run, without those of the planner, to its configuration; None: there is no cluster."""
     file = RowFile(args.fit, kind, args.cluster)
     rows: list[MeasuredRow] = []
     for row in file.rows:
@@ -89,10 +84,8 @@ def _seconds(row: FileRow, config: ResolvedConfig) -> float:
 
 
 def fitted_cluster(args: argparse.Namespace, rows: Sequence[MeasuredRow], base: Cluster) -> Cluster:
-    """Fit, print what was found, and write the file of --fit-out.
-
-    With --json they are a part of what is printed, and told on stderr as well.
-    """
+    """Fit, print what was found, and write the file of --fit-out. With --json they are a part of what is printed, and
+    told on stderr as well."""
     fit = fit_rows([replace(row, config=scheduled(row.config, base)) for row in rows], base)
     cluster = _named(fit, args.fit)
     args.fitted = {"fitted": fit_json(fit, args.fit)}

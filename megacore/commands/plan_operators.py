@@ -1,8 +1,6 @@
-"""`tools/plan.py --operators`: the time of a step operator by operator, by a roofline.
-
-Rank 0 takes a step on fake tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated
-(docs/reports/measured.md, "Roofline: an estimate").
-"""
+"""`tools/plan.py --operators`: the time of a step operator by operator, by a roofline. Rank 0 takes a step on fake
+tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated (docs/reports/measured.md,
+"Roofline: an estimate")."""
 
 from __future__ import annotations
 
@@ -43,11 +41,7 @@ _UNKNOWN = {
 
 
 def require_operators(config: ResolvedConfig, cluster: Cluster | None) -> None:
-    """The roofline knows all operators of the run.
-
-    Raises:
-        ConfigError: everything that it does not know.
-    """
+    """The roofline knows all operators of the run. Raises ConfigError with everything that it does not know."""
     parallel, settings = config.parallel, {**vars(config.parallel), **vars(config.training)}
     problems = []
     if not config.is_causal:

@@ -1,8 +1,6 @@
 """The command line of a plan: the planner's flags among those of the trainer, read so that all problems come together.
-
 The planner's flags are read here, and all other words are left to the trainer's parser. What is wrong with the first is
-reported with what is wrong with the rest, in the words of the trainer.
-"""
+reported with what is wrong with the rest, in the words of the trainer."""
 
 from __future__ import annotations
 
@@ -31,36 +29,23 @@ class _Complaint(Exception):
 
 
 class _Refused(NamedTuple):
-    """Words of a command line that argparse refuses.
+    """Words of a command line that argparse refuses."""
 
-    Attributes:
-        flag: that they begin with.
-        said: what is wrong with them.
-        place: of the first of them.
-        length: their number.
-        instead: words that are read in their place.
-    """
-
-    flag: str
-    said: str
-    place: int
+    flag: str  # that they begin with
+    said: str  # what is wrong with them
+    place: int  # of the first of them
     length: int
-    instead: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()  # words that are read in their place
 
 
 class PlanParser(ToolParser):
-    """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with its own.
-
-    The parsed namespace has, beside the values: `flags`, the words for the trainer; `problems`, what is wrong so far;
-    `given`, the planner's flags that were given; `misspelled`, those that were probably meant or have no value.
-
-    Attributes:
-        elsewhere: flags of other modes, with what to do instead.
-    """
+    """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with its own. The
+    parsed namespace has, beside the values: `flags`, the words for the trainer; `problems`, what is wrong so far;
+    `given`, the planner's flags that were given; `misspelled`, those that were probably meant or have no value."""
 
     def __init__(self, **settings: Any) -> None:
         self._problems: list[str] = []
-        self.elsewhere: dict[str, str] = {}
+        self.elsewhere: dict[str, str] = {}  # flags of other modes, with what to do instead
         super().__init__(**settings)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
@@ -84,11 +69,8 @@ class PlanParser(ToolParser):
         raise _Complaint(message)
 
     def _refused(self, message: str, words: Sequence[str]) -> _Refused:
-        """What argparse complains of, as the trainer says it, and the words that it is about.
-
-        Raises:
-            ConfigError: it is about no flag.
-        """
+        """What argparse complains of, as the trainer says it, and the words that it is about. Raises ConfigError where
+        it is about no flag."""
         found = re.fullmatch(r"argument (--[\w-]+): (.*)", message, re.DOTALL)
         if found is None:
             raise ConfigError([message])
@@ -164,7 +146,6 @@ def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type
 
     Args:
         args: parsed; the flags are taken out of `flags`, and what they mean is added to `misspelled`.
-        flags: of the planner.
         kind: of the configuration whose flags the trainer knows.
     """
     known = [*flags, *flags_by_name(kind)]
@@ -191,7 +172,6 @@ def idle_flags(given: Collection[str], needs: Mapping[str, str], meant: Collecti
     """That a flag changes nothing without another.
 
     Args:
-        given: flags that were given.
         needs: flags by what they have no effect without.
         meant: flags that were probably given too.
     """

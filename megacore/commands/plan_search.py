@@ -176,11 +176,7 @@ def _near(limit: int, world: int | None, *, up: bool) -> int:
 
 
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
-    """Limits leave each degree a value.
-
-    Raises:
-        ConfigError: what is wrong.
-    """
+    """Limits leave each degree a value. Raises ConfigError with what is wrong."""
     if not args.search or args.world_size is None or cluster is None or not 1 <= args.world_size <= MOST_RANKS:
         return
     constraints, names_batch = _constraints(args), args.usual_batch is None
@@ -193,12 +189,8 @@ def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, arg
 
 
 def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluster) -> None:
-    """Search, and print and draw what is found.
-
-    Raises:
-        ConfigError: no layout is valid, or none fits.
-        UserError: the picture cannot be drawn or written.
-    """
+    """Search, and print and draw what is found. Raises ConfigError where no layout is valid, or none fits; UserError
+    where the picture cannot be drawn or written."""
     constraints = _constraints(args)
     may_offload = args.may_offload and not config.offloads and not cluster.on_cpu
     named = {"global_batch_size": args.names_batch, "defaults": args.has_file}

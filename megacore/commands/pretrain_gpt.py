@@ -1,7 +1,5 @@
-"""GPT pretraining, from words to a trained model: what `pretrain_gpt.py` and `megacore.pretrain_gpt` share.
-
-torch is imported inside the functions, on purpose: see pretrain_gpt.py.
-"""
+"""GPT pretraining, from words to a trained model: what `pretrain_gpt.py` and `megacore.pretrain_gpt` share. torch is
+imported inside the functions, on purpose: see pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def trainer_of(
     """Supply what GPT pretraining consists of, a task and data.
 
     Args:
-        config: resolved.
         mesh: this rank's groups and device.
-        callbacks: of one's own.
         products: computes the matrix products of linear layers; None: torch does.
         layers: describes the model; None: `gpt_layers` does.
     """

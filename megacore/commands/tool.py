@@ -46,19 +46,12 @@ class _Refusal(Exception):
 
 
 class EmptyFlag(NamedTuple):
-    """A flag whose value is empty.
-
-    Attributes:
-        flag: its name.
-        said: what is wrong.
-        place: of the flag among the words of the command line.
-        length: the number of words with its value.
-    """
+    """A flag whose value is empty."""
 
     flag: str
-    said: str
-    place: int
-    length: int
+    said: str  # what is wrong
+    place: int  # of the flag among the words of the command line
+    length: int  # the number of words with its value
 
 
 def with_config(words: Sequence[str]) -> list[str]:
@@ -70,22 +63,13 @@ def with_config(words: Sequence[str]) -> list[str]:
 
 class ToolParser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
-    flags that are given twice with different values.
+    flags that are given twice with different values."""
 
-    Attributes:
-        run_flag: older name of the positional argument of `add_run`.
-    """
-
-    run_flag: str | None = None
+    run_flag: str | None = None  # older name of the positional argument of `add_run`
 
     def add_run(self, flag: str | None = None, *, help: str = RUN_HELP) -> None:
         """Add the positional argument RUN, which is how every tool is told what it works on; call it before other
-        positional arguments are added.
-
-        Args:
-            flag: an older name, which is still accepted with a value.
-            help: what it is.
-        """
+        positional arguments are added. `flag`: an older name, which is still accepted with a value."""
         self.add_argument("run", metavar="RUN", help=help)
         self.run_flag = flag
 
@@ -162,7 +146,6 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
     """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status.
 
     Args:
-        parser: The tool's parser.
         argv: The arguments; None takes them from the command line.
         action: The tool. SIGTERM ends it as Ctrl-C does, so that it removes unfinished files.
 
@@ -207,11 +190,8 @@ def os_problem(error: OSError) -> str:
 
 
 def _say(message: str, status: int) -> int:
-    """Print why the tool ends.
-
-    What all ranks of a node are refused, the first of them says for all. A launcher ends all ranks as soon as one
-    exits, so that the others wait for it.
-    """
+    """Print why the tool ends. What all ranks of a node are refused, the first of them says for all. A launcher ends
+    all ranks as soon as one exits, so that the others wait for it."""
     if status == EXIT_REFUSED and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(GRACE_SECONDS)
         return status

@@ -1,7 +1,5 @@
 """The activations of feed-forward layers, by the value of --activation: what flags and the memory plan know of each.
-
-megacore/layers/activations.py has the functions.
-"""
+megacore/layers/activations.py has the functions."""
 
 from __future__ import annotations
 
@@ -10,16 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationKind:
-    """One activation.
+    """One activation."""
 
-    Attributes:
-        kept: tensors [b, s, f] that a feed-forward layer keeps for it: the input of its last matrix, and what the
-            activation's backward needs.
-        gated: it takes a gate and a value, of two matrices.
-    """
-
+    # Tensors [b, s, f] that a feed-forward layer keeps for it: the input of its last matrix, and what the activation's
+    # backward needs.
     kept: int
-    gated: bool = False
+    gated: bool = False  # it takes a gate and a value, of two matrices
 
 
 ACTIVATIONS: dict[str, ActivationKind] = {

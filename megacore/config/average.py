@@ -29,5 +29,4 @@ class AverageConfig(Section):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of `state` per parameter."""
         return sum(kind.bytes_per_element for kind in self.state)

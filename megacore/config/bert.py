@@ -1,8 +1,6 @@
-"""The configuration of pretrain_bert.py: one more section, and the constraints of BERT's two styles.
-
-The classic style is BERT (Devlin et al., arXiv 1810.04805), the modern one ModernBERT (Warner et al., arXiv
-2412.13663). Fields whose default depends on the style are filled in by `BertSection.resolve`.
-"""
+"""The configuration of pretrain_bert.py: one more section, and the constraints of BERT's two styles. The classic style
+is BERT (Devlin et al., arXiv 1810.04805), the modern one ModernBERT (Warner et al., arXiv 2412.13663). Fields whose
+default depends on the style are filled in by `BertSection.resolve`."""
 
 from __future__ import annotations
 

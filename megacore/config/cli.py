@@ -1,8 +1,8 @@
 """From a command line to a checked and resolved configuration: defaults < preset < `--config` file < flags.
 
-Every rank of a run calls `parse_config` with the same arguments and gets the same result, before torch is imported. An
-invalid configuration is refused by every rank with exit status 2, and one message, from rank 0, names everything that
-is wrong with it. What is wrong with the files of a machine is reported by the first rank of that machine.
+Every rank calls `parse_config` with the same arguments and gets the same result, before torch is imported. Every rank
+refuses an invalid configuration with exit status 2, and one message, from rank 0, names everything that is wrong. What
+is wrong with the files of a machine is reported by the first rank of that machine.
 """
 
 from __future__ import annotations
@@ -85,32 +85,29 @@ def parse_config(
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
     Args:
-        argv: the command line without the program's name.
-        prog: the program's name, for the help text.
-        description: the first paragraph of the help text.
         kind: the entry point's kind of configuration. The fields of its sections are the flags.
-        shape: maps the given values to further defaults, such as the shape of a model from a file they name. Every rank
-            calls it. What it refuses is reported with the other problems.
-        vocabulary: returns the size of the vocabulary, which only the tokenizer may know. Every rank calls it, so it
-            must be cheap. Without it `--vocab-size` must be given.
-        checks: look at the input files as closely as they like. Only the first rank of each machine calls them: where
-            one refuses, that rank exits and the launcher ends the other ranks, which wait at the rendezvous. They run
-            even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
-            then `UNKNOWN_VOCAB_SIZE`.
-        planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
+        shape: maps the given values to further defaults, such as a model's shape from a file they name; on every
+            rank.
+        vocabulary: returns the size of the vocabulary, which only the tokenizer may know. Every rank calls it, so
+            it must be cheap. Without it `--vocab-size` must be given.
+        checks: look at the input files, on the first rank of each machine only: where one refuses, that rank exits
+            and the launcher ends the others, which wait at the rendezvous. They run even if `vocabulary` or another
+            check fails, so that all problems are reported together; the vocabulary is then `UNKNOWN_VOCAB_SIZE`.
+        planned: the run has as many processes as its degrees say, whatever the launcher states.
         files_elsewhere: input files that this machine lacks are no problem.
-        world_size: of a planned run, the number of its processes, where it is given.
-        may_be_launched: a planned run without `world_size` has the processes of its launcher, if its degrees allow it.
-        searched: what a search chooses that begins from the run: flags that need other values of that than the run
-            has are not refused, and the run gets these values.
-        computes_on_cpu: whether the ranks compute on a CPU, given --device; None: not known, and what is on by default
-            on accelerators only counts as off in what is checked here.
+        world_size: processes of a planned run, where given.
+        may_be_launched: without `world_size`, a planned run has its launcher's processes, if its degrees allow it.
+        searched: what a search chooses: flags that need other values of that are not refused, and the run gets
+            these.
+        computes_on_cpu: given --device. None: not known, and what is on by default on accelerators only counts as
+            off.
         problems: what the caller has found wrong; reported with the others.
         typed: values by field that the user has given, if the caller has added to `argv`.
         exits: whether the process ends where the configuration is refused.
 
     Raises:
-        SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
+        SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and
+            `--version`.
         ConfigError: everything that is wrong with it, where the process does not end.
     """
     config_class = with_registered(cast(type[Config], kind))
@@ -132,9 +129,11 @@ def parse_config(
     )
     is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
+    # `problems` of the caller do not end the reading: its checks may find more, and all are reported together.
     if not is_valid:
         _refuse(prog, process, reading, exits=exits)
     vocab_size = _call(vocabulary, reading.config, reading)
+    # The checks still run after `vocabulary` failed, and need some size.
     if reading.local_problems and reading.config.model.vocab_size is None:
         vocab_size = UNKNOWN_VOCAB_SIZE
     config = cast(ConfigKind[R], reading.config).resolve(reading.world_size, vocab_size=vocab_size)
@@ -158,11 +157,8 @@ def given_values(
 
 
 def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
-    """Reads a configuration from a TOML file, as `save_toml` wrote it.
-
-    Raises:
-        ConfigError: everything in the file that cannot be read, or is invalid for any number of processes.
-    """
+    """A configuration from a TOML file of `save_toml`. Raises ConfigError with everything that cannot be read, or is
+    invalid for any number of processes."""
     kind = with_registered(kind)
     given = read_toml(path, kind)
     config = built(kind, given.values)
@@ -201,6 +197,7 @@ class _Process:
         rank = read("RANK", 0)
         world_size = read("WORLD_SIZE", rank + 1, low=1)
         local_rank = read("LOCAL_RANK", rank)
+        # A wrong value is refused here with the others, before torch is imported.
         for name, low in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", 0)):  # which only the run itself reads
             read(name, low, low)
         if rank >= world_size:
@@ -232,27 +229,17 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
 
 @dataclass(frozen=True)
 class _Reading(Generic[C]):
-    """The configuration that the sources give together, and what is wrong with it.
+    """The configuration that the sources give together, and what is wrong with it."""
 
-    Attributes:
-        config: the configuration, which may be invalid.
-        world_size: the number of processes of the run.
-        problems: what every rank finds wrong.
-        local_problems: what is wrong with the files and the environment of this machine.
-        notes: what to tell the user although nothing is wrong.
-        source: path of the configuration file; None if none is given, or it cannot be read.
-        translated: settings of other trainers and the flags that they became, by where they come from.
-        typed: values by field that flags of this program set.
-    """
-
-    config: C
-    world_size: int
-    problems: list[str]
-    local_problems: list[str]
-    notes: list[str]
-    source: str | None
+    config: C  # the configuration, which may be invalid
+    world_size: int  # the number of processes of the run
+    problems: list[str]  # what every rank finds wrong
+    local_problems: list[str]  # what is wrong with the files and the environment of this machine
+    notes: list[str]  # what to tell the user although nothing is wrong
+    source: str | None  # path of the configuration file; None if none is given, or it cannot be read
+    # Settings of other trainers and the flags that they became, by where they come from.
     translated: dict[str, dict[str, str]]
-    typed: Mapping[str, Any]
+    typed: Mapping[str, Any]  # values by field that flags of this program set
 
 
 def _sources(
@@ -425,7 +412,6 @@ def _answer_question(argv: Sequence[str], prog: str, description: str, kind: typ
 
 
 def _refuse(prog: str, process: _Process, reading: _Reading[Any], *, exits: bool) -> NoReturn:
-    """Reports once what is wrong, and ends this rank."""
     if not exits:
         raise ConfigError([_printable(problem) for problem in (*reading.problems, *reading.local_problems)])
     if process.local_rank != 0:
@@ -475,23 +461,16 @@ def _printable(text: str) -> str:
 
 
 def refusal(prog: str, problems: Sequence[str]) -> str:
-    """The text by which a program refuses what it is given.
-
-    Args:
-        prog: name of the program.
-        problems: what is wrong.
-    """
+    """The text by which the program `prog` refuses what it is given."""
     return _message(prog, problems, None)
 
 
 def leave_for_launcher(text: str) -> None:
-    """Writes the message where torchrun looks for the cause of a failure, in torchrun's format.
-
-    torchrun reads the file as soon as a rank has ended, maybe while another process writes it: it is whole or absent.
-    """
+    """Writes the message where torchrun looks for the cause of a failure, in torchrun's format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     cause = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):  # the message on the terminal is what counts
+        # Whole or absent: torchrun reads the file as soon as a rank has ended, maybe while another one writes it.
         replace_bytes(Path(path), json.dumps({"message": cause}).encode(), durable=False)

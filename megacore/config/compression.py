@@ -1,8 +1,5 @@
-"""Formats in which gradients and momenta travel in few bits.
-
-The arithmetic is in megacore/zero/compressed.py; sizes are here, because memory and traffic are planned before torch is
-loaded.
-"""
+"""Formats in which gradients and momenta travel in few bits. The arithmetic is in megacore/zero/compressed.py; sizes
+are here, because memory and traffic are planned before torch is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +12,10 @@ from megacore.config.schema import Config, ResolvedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a block of numbers is sent.
+    """How a block of numbers is sent."""
 
-    Attributes:
-        block: elements of a block. No block has elements of two parameters.
-        block_bytes: that are sent of it, with its scale.
-    """
-
-    block: int
-    block_bytes: int
+    block: int  # elements of a block. No block has elements of two parameters.
+    block_bytes: int  # that are sent of it, with its scale
 
     @property
     def bytes_per_element(self) -> float:
@@ -46,12 +38,7 @@ def format_of(config: Config) -> Format | None:
 
 def error_bytes(config: ResolvedConfig, parameters: float) -> float:
     """Bytes of the compression's errors that a rank keeps: fp32, of all that it sends, and of the part whose sum it
-    sends on.
-
-    Args:
-        config: a resolved configuration.
-        parameters: that the rank holds.
-    """
+    sends on."""
     replicas = ranks_of_role("replicas", config.parallel)
     if format_of(config) is None or replicas == 1:
         return 0.0

@@ -1,7 +1,5 @@
-"""What must hold between the sections of a configuration: one row or function per rule, by subject.
-
-Rules within a section are in its class, and those of an entry point's kind in that (bert.py).
-"""
+"""What must hold between the sections of a configuration: one row or function per rule, by subject. Rules within a
+section are in its class, and those of an entry point's kind in that (bert.py)."""
 
 from __future__ import annotations
 

@@ -156,9 +156,9 @@ class DataConfig(Section):
 
     @property
     def beside_tokens(self) -> tuple[str, ...]:
-        """What the layers get beside the tokens: the documents, where attention stays within each, and the positions,
-        where they restart. A sample of --packing none is one document, and causal attention sees no padding after
-        it."""
+        """What the layers get beside the tokens: the documents, where attention stays within each, and the
+        positions, where they restart. A sample of --packing none is one document, and causal attention sees no
+        padding after it."""
         packed = self.packing == "best-fit"
         resets = {"documents": self.reset_attention_mask, "positions": self.reset_position_ids}
         if self.packing == "none":
@@ -180,27 +180,14 @@ class DataConfig(Section):
         return parse_valid_sets(self.valid_sets)
 
     def prefixes(self, *, named: bool = True) -> tuple[str, ...]:
-        """Every dataset of the run, each once.
-
-        Args:
-            named: with those of --valid-sets.
-
-        Raises:
-            ValueError: as by `blend`.
-        """
+        """Every dataset of the run, each once. Raises ValueError as by `blend`."""
         blended = [prefix for stream in (0, 1) for prefix in self.blend(stream)[0]]
         return tuple(dict.fromkeys([*blended, *(self.named_valid_sets().values() if named else ())]))
 
     def blend(self, stream: int = 0) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        """The prefixes of a stream's datasets, and their weights or None.
-
-        Args:
-            stream: 0 for training, 1 for validation.
-
-        Raises:
-            ValueError: weights and prefixes do not alternate, or a weight is not a positive number, by itself or as a
-                share of all.
-        """
+        """The prefixes of a stream's datasets, and their weights or None. `stream`: 0 for training, 1 for validation.
+        Raises ValueError where weights and prefixes do not alternate, or a weight is not a positive number, by itself
+        or as a share of all."""
         name = ("train_data_path", "valid_data_path")[stream] if self.is_split else "data_path"
         path, flag = getattr(self, name), "--" + name.replace("_", "-")
         if len(path) < 2 or _as_number(path[0]) is None:
@@ -225,11 +212,8 @@ class DataConfig(Section):
         return path[1::2], positive
 
     def split_shares(self) -> SplitShares:
-        """The shares of --split.
-
-        Raises:
-            ValueError: --split is not one to three non-negative numbers, or its first number is 0.
-        """
+        """The shares of --split. Raises ValueError where --split is not one to three non-negative numbers, or its first
+        number is 0."""
         numbers = [_as_number(part) for part in self.split.strip("'\"").split(",")]  # as a script may quote it
         shares = [s for s in numbers if s is not None and math.isfinite(s) and s >= 0]
         if len(shares) != len(numbers) or len(shares) > 3:

@@ -1,8 +1,6 @@
-"""The dimensions of the mesh: one row for each way in which the ranks divide the work.
-
-The table fixes how ranks are numbered and how they are named in messages and files. What a dimension divides decides
-which groups the ranks form (`megacore.parallel.mesh`), by the roles below. A further dimension is a further row.
-"""
+"""The dimensions of the mesh: one row for each way in which the ranks divide the work. The table fixes how ranks are
+numbered and how they are named in messages and files. What a dimension divides decides which groups the ranks form
+(`megacore.parallel.mesh`), by the roles below. A further dimension is a further row."""
 
 from __future__ import annotations
 
@@ -16,21 +14,14 @@ Divides = Literal["stages", "samples", "tokens", "matrices", "nothing"]
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of the mesh.
+    """One dimension of the mesh."""
 
-    Attributes:
-        name: in messages, traces and checkpoints.
-        degree: the field of `ParallelConfig` that holds the number of ranks along it, or that number.
-        divides: what ranks that differ only along this dimension hold different parts of. `stages`: the layers;
-            `samples`: the batch; `tokens`: the sequences; `matrices`: each layer; `nothing`: they repeat each other's
-            work on the same data.
-        optional: messages leave it out where it has one rank.
-    """
-
-    name: str
-    degree: str | int
+    name: str  # in messages, traces and checkpoints
+    degree: str | int  # the field of `ParallelConfig` that holds the number of ranks along it, or that number
+    # What ranks that differ only along this dimension hold different parts of. `stages`: the layers; `samples`: the
+    # batch; `tokens`: the sequences; `matrices`: each layer; `nothing`: they repeat each other's work on the same data.
     divides: Divides
-    optional: bool = False
+    optional: bool = False  # messages leave it out where it has one rank
 
 
 # Outermost first. Ranks along the innermost dimension are neighbours, which the fastest links join (Narayanan et al.
@@ -61,13 +52,7 @@ expert, ep ranks hold different experts, and edp ranks hold copies of them."""
 
 
 def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
-    """The number of ranks in a group of a role.
-
-    Args:
-        role: one of `ROLES`.
-        parallel: the resolved section of the configuration with the degrees.
-        dimensions: the table.
-    """
+    """The number of ranks in a group of a role, one of `ROLES`."""
     degrees = [d.degree for d in dimensions if d.divides in ROLES[role]]
     return math.prod(degree if isinstance(degree, int) else getattr(parallel, degree) for degree in degrees)
 
@@ -79,13 +64,7 @@ def shard_ranks(parallel: Any) -> int:
 
 
 def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
-    """The number of ranks in a group of a role.
-
-    Args:
-        role: one of `ROLES`.
-        degrees: ranks along each dimension, by name.
-        dimensions: the table.
-    """
+    """The same as `ranks_of_role`, from the ranks along each dimension by name."""
     return math.prod(degrees[d.name] for d in dimensions if d.divides in ROLES[role])
 
 
@@ -96,35 +75,20 @@ def degree_fields(dimensions: Sequence[Dimension] = DIMENSIONS) -> tuple[str, ..
 
 
 def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
-    """The number of ranks along each dimension, by name, outermost first.
-
-    Args:
-        field: name of a field of `ParallelConfig` -> its value, resolved.
-        dimensions: the table.
-    """
+    """The number of ranks along each dimension, by name, outermost first; `field` gives the value of a field."""
     return {d.name: d.degree if isinstance(d.degree, int) else field(d.degree) for d in dimensions}
 
 
 def fill_degrees(parallel: Any, world_size: int, dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
-    """The number of ranks along each dimension, by name: a degree that is None takes the ranks that the others leave.
-
-    Args:
-        parallel: the section of the configuration with the degrees, of which at most one is None.
-        world_size: the number of processes. If the others need more, the filled degree is 0.
-        dimensions: the table.
-    """
+    """The number of ranks along each dimension, by name. The one degree that may be None takes the ranks that the
+    others leave: 0, where they need more than `world_size`."""
     given = {d.name: d.degree if isinstance(d.degree, int) else getattr(parallel, d.degree) for d in dimensions}
     rest = world_size // math.prod(degree for degree in given.values() if degree is not None)
     return {name: rest if degree is None else degree for name, degree in given.items()}
 
 
 def coordinates_of(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate of a rank along each dimension, by name.
-
-    Args:
-        rank: global.
-        degrees: ranks along each dimension, outermost first.
-    """
+    """The coordinate of a rank along each dimension, by name, outermost first."""
     coordinates, inner = {}, math.prod(degrees.values())
     for name, degree in degrees.items():
         inner //= degree
@@ -157,12 +121,7 @@ def pipeline_dimension(dimensions: Sequence[Dimension] = DIMENSIONS) -> str:
 
 
 def group_in_words(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
-    """`over dp`, `over all ranks`.
-
-    Args:
-        ranks: of the group.
-        degrees: ranks along each dimension, outermost first.
-    """
+    """`over dp`, `over all ranks`."""
     if len(ranks) == math.prod(degrees.values()):
         return "over all ranks"
     places = [coordinates_of(rank, degrees) for rank in ranks]

@@ -9,15 +9,10 @@ REHEARSE = "--rehearse"
 
 
 class DryRunFlag(NamedTuple):
-    """A flag that is no setting of a run: it asks for a dry run, or describes the job of one.
+    """A flag that is no setting of a run: it asks for a dry run, or describes the job of one."""
 
-    Attributes:
-        value: what follows the flag, for the help.
-        text: the help text; "Default: ..." ends it.
-    """
-
-    value: str
-    text: str
+    value: str  # what follows the flag, for the help
+    text: str  # the help text; "Default: ..." ends it
 
 
 DRY_RUN = "--dry-run"

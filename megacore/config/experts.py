@@ -114,20 +114,13 @@ class ExpertsConfig(Section):
     """Tokens that an expert with a capacity keeps. probs: those with the largest weights. position: the first ones."""
 
     def holds(self, block: int) -> bool:
-        """Whether a block has experts.
-
-        Args:
-            block: its number, from 0.
-        """
+        """Whether a block, numbered from 0, has experts."""
         after = block - self.moe_first_dense_layers
         return self.num_experts is not None and after >= 0 and after % self.moe_layer_freq == 0
 
     def resolve(self, ffn_hidden_size: int) -> ResolvedExperts | None:
-        """This section with every size filled in; None without experts.
-
-        Args:
-            ffn_hidden_size: inner width of an expert, where the field is not given.
-        """
+        """This section with every size filled in; None without experts. `ffn_hidden_size` is an expert's where none is
+        given."""
         if self.num_experts is None:
             return None
         return self.resolved_as(ResolvedExperts, moe_ffn_hidden_size=self.moe_ffn_hidden_size or ffn_hidden_size)
@@ -165,11 +158,6 @@ ARCHITECTURE_OF_EXPERTS = tuple(name for name in field_infos(ExpertsConfig) if n
 
 
 def differing_experts(one: ExpertsConfig | None, other: ExpertsConfig | None) -> list[str]:
-    """The fields in which the experts of two models compute different functions.
-
-    Args:
-        one: of a model; None: it has none.
-        other: of the other model.
-    """
+    """The fields in which the experts of two models, or None, compute different functions."""
     one, other = one or ExpertsConfig(), other or ExpertsConfig()
     return [name for name in ARCHITECTURE_OF_EXPERTS if getattr(one, name) != getattr(other, name)]

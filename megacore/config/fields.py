@@ -1,16 +1,10 @@
 """What a configuration field declares about itself (aliases, range, help text), and the base class of sections.
 
-A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range and its
-aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), and what it has
-no effect without (`Needs`), so that the help text, the reference in docs/reference/configuration.md and the check at
-launch come from one definition. What must hold between its fields is in `rules` of the section. Upper bounds of sizes
-are far beyond any use: they refuse a typing error before it becomes a list or a tensor of that size.
-
-The string under a field is its help text. It says first what the flag does; where a default depends on other flags, it
-ends with "Default: ...".
-
-A resolved section (`ResolvedModel`) is a subclass that narrows the types of fields which are known after resolution:
-`vocab_size: int` instead of `int | None`. Range, aliases and help text are those of the section it narrows.
+A section is a frozen dataclass that derives from `Section`. A field's annotation states its range and aliases, and what
+it has no effect without (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`). The string under
+it is its help text: first what the flag does, at last "Default: ..." where that depends on other flags. So `--help`,
+the reference and the check at launch have one source. A resolved section (`ResolvedModel`) is a subclass that narrows
+types (`vocab_size: int`); the rest is that of the section it narrows.
 """
 
 from __future__ import annotations
@@ -145,14 +139,6 @@ def _declaring_class(section: type) -> type:
 
 
 def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defaults: Mapping[str, Any]) -> FieldInfo:
-    """Describes one field.
-
-    Args:
-        field: the dataclass field.
-        declared: its annotation where it was first declared.
-        narrowed: its type in the class itself, which may exclude None.
-        defaults: of all fields of the section.
-    """
     hint, *extras = get_args(declared) if get_origin(declared) is Annotated else (declared,)
     if type(None) in get_args(hint):
         hint = next(a for a in get_args(hint) if a is not type(None))
@@ -234,11 +220,7 @@ class Section:
         ]
 
     def violated(self, c: Settings) -> Iterator[str]:
-        """Yields a message for each violated rule of this section.
-
-        Args:
-            c: its fields, maybe among others.
-        """
+        """A message for each violated rule of this section, whose fields are in `c`."""
         infos = self.infos
         needs = [(name, needed) for name in self.set_fields if (needed := infos[name].needs)]
         yield from c.violated([*(partial(needed.violated, field=name) for name, needed in needs), *self.rules])
@@ -250,7 +232,6 @@ class Section:
         return {name: by for name, info in infos.items() if info.needs and (by := info.needs.lacking(c))}
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with this section by itself."""
         wrong = self.wrong_fields()
         return [*wrong.values(), *self.violated(Settings([self], frozenset(wrong)))]
 

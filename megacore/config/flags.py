@@ -1,9 +1,7 @@
-"""From the words of a command line to values of fields, and every problem with them.
+"""From the words of a command line to values of fields, and every problem with them, where argparse stops at the first.
 
-argparse stops at the first word that it cannot read. Here unknown flags, values that belong to no flag and unreadable
-values are all collected, so that one message can name them together. Of a flag that is given twice the last value
-counts, as in argparse, because scripts end in "$@"; a note says so. Underscores count as dashes, and aliases as the
-flag itself. A parameter of a flag is a word after it, NAME=VALUE or a switch, and counts as a flag of two words:
+Of a flag that is given twice the last value counts, because scripts end in "$@"; a note says so. Underscores count as
+dashes. A parameter of a flag is a word after it, NAME=VALUE or a switch, and counts as a flag of two words:
 `--rope-scaling factor`.
 """
 
@@ -65,16 +63,11 @@ def setting_files() -> Mapping[str, tuple[FieldInfo, str]]:
 
 def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: str | None = None) -> Given:
     """Reads a command line without the program's name. The paths of files of settings are among the values under their
-    names in `setting_files`.
-
-    Args:
-        argv: the words.
-        kind: the kind of configuration.
-        optimizer: the one that another source chooses, where the command line does not.
-    """
+    names in `setting_files`. `optimizer`: the one that another source chooses, where the command line does not."""
     flags = flags_by_name(kind)
     given = Given()
     words: dict[str, _Word] = {}
+    # All words are read before any value: --optimizer, which decides what its parameters mean, may come last.
     every = list(_with_parameters(_words(argv, given), flags, given))
     optimizer = _optimizer_of(every, flags) or optimizer
     for word in every:
@@ -86,6 +79,7 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: s
                 continue
             info = all_fields(kind)[field_of_optimizer(candidates, optimizer, kind)]
         if (setting := other_trainers().setting_of(word.flag, word.values)) is not None:
+            # The last one counts, as of megacore's own flags.
             given.foreign = [other for other in given.foreign if other.source.partition(" ")[0] != word.flag]
             given.foreign.append(setting)
             _note_repeated(words.get(word.flag), word, given)
@@ -215,11 +209,6 @@ def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
 
 
 def _value(word: _Word, info: FieldInfo) -> Any:
-    """The value of a flag.
-
-    Raises:
-        ValueError: the words after it are too few, too many, or unreadable.
-    """
     values = word.values
     if info.kind is bool:
         if values:

@@ -19,12 +19,7 @@ FP8_UNITS = {"blockwise": 128, "tensorwise": 16, "rowwise": 16}
 
 
 def is_fp8(name: str, config: Config) -> bool:
-    """Whether linear layers of a block multiply in fp8.
-
-    Args:
-        name: its global name, blocks.3.
-        config: valid.
-    """
+    """Whether linear layers of a block, `blocks.3`, multiply in fp8."""
     precision, layers = config.precision, config.model.num_layers
     skipped = {f"blocks.{number % layers}" for number in _numbers(precision.fp8_skip or "")}
     return precision.fp8 != "none" and name not in skipped

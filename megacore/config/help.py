@@ -40,15 +40,10 @@ _COLUMN = 26  # where the texts of the short page begin
 
 
 class HelpText(NamedTuple):
-    """The help of one flag, in two parts.
+    """The help of one flag, in two parts."""
 
-    Attributes:
-        meaning: what the flag does.
-        default: its value when nobody sets it, without a full stop; empty if the flag is required.
-    """
-
-    meaning: str
-    default: str
+    meaning: str  # what the flag does
+    default: str  # its value when nobody sets it, without a full stop; empty if the flag is required
 
 
 def help_topic(argv: Sequence[str]) -> str | None:
@@ -65,17 +60,8 @@ def help_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(topic: str, kind: type[Config], *, prog: str, description: str) -> str:
-    """The help about a topic, as wide as the terminal.
-
-    Args:
-        topic: empty for the short page, the name of a section, a flag with or without its dashes, or `all`.
-        kind: the entry point's kind of configuration.
-        prog: the program's name.
-        description: what the program does, for the short page.
-
-    Raises:
-        UserError: there is no such topic. The message names those that exist.
-    """
+    """The help about a topic, as wide as the terminal: the short page for an empty one, or a section, a flag with or
+    without its dashes, or `all`. Raises UserError with the topics that exist."""
     page = _Page(kind)
     name = topic.strip().lower().replace("_", "-")
     if topic == _SHORT:
@@ -128,11 +114,6 @@ def _section_of(name: str, kind: type[Config]) -> str:
 
 
 def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
-    """The field whose flag, alias or `--no-` form a topic is.
-
-    Raises:
-        UserError: there is none, or the entry point does not accept it.
-    """
     flags = flags_by_name(kind)
     name = topic if topic.startswith("-") else f"--{topic}"
     info = flags.get(name)
@@ -185,7 +166,6 @@ class _Page:
         yield from self._columns("--version", "The version of megacore.")
 
     def everything(self, prog: str) -> Iterator[str]:
-        """Every flag, by section."""
         yield f"All flags of {prog}"
         yield ""
         for number_of_file, (info, _) in enumerate(setting_files().values()):
@@ -207,7 +187,6 @@ class _Page:
         return [name for name, fields in sections.items() if not fields or fields - self.kind.unsupported.keys()]
 
     def section(self, name: str) -> Iterator[str]:
-        """Every flag of a section."""
         section = sections_of(self.kind)[name]
         yield self._bold(f"[{name}]")
         yield from self._wrapped(str(section.__doc__), indent=0)

@@ -12,14 +12,7 @@ _LONGEST = 10_000
 
 
 def parse_pattern(text: str) -> str:
-    """The kinds of the blocks of one period, a letter each.
-
-    Args:
-        text: kinds with numbers, separated by commas: `5*w,f`.
-
-    Raises:
-        UserError: the text is not in that notation.
-    """
+    """The kinds of the blocks of one period, a letter each, of a text like `5*w,f`. Raises UserError."""
     kinds = ""
     for part in text.split(","):
         match = re.fullmatch(r"(?:([1-9][0-9]{0,4})\*)?([wfn])", part.strip())
@@ -35,11 +28,7 @@ def parse_pattern(text: str) -> str:
 
 
 def pattern_of(kinds: str) -> str:
-    """The shortest notation of the kinds of a model's blocks.
-
-    Args:
-        kinds: one or more, a letter each.
-    """
+    """The shortest notation of the kinds of a model's blocks, a letter each."""
     period = next(size for size in range(1, len(kinds) + 1) if repeated(kinds[:size], len(kinds)) == kinds)
     runs = [run[0] for run in re.finditer(r"(.)\1*", kinds[:period])]
     return ",".join(run if len(run) == 1 else f"{len(run)}*{run[0]}" for run in runs)

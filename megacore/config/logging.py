@@ -67,11 +67,7 @@ class LoggingConfig(Section):
         return _TRACED_STEPS if self.trace_steps is None else self.trace_steps
 
     def profiled_steps(self) -> range:
-        """The numbers of the steps of --profile-steps; empty without it.
-
-        Raises:
-            ValueError: it is not A:B with 1 <= A <= B.
-        """
+        """The steps of --profile-steps; empty without it. Raises ValueError where it is not A:B with 1 <= A <= B."""
         if self.profile_steps is None:
             return range(0)
         ends = re.fullmatch(r"([0-9]{1,99}):([0-9]{1,99})", self.profile_steps)

@@ -22,13 +22,9 @@ LR_DECAY_STYLES: list[str] = [
 def register_lr_style(name: str, remaining: Callable[[float], float]) -> None:
     """Make a decay of one's own a value of --lr-decay-style, before flags are read.
 
-    Args:
-        name: of the style.
-        remaining: share of the way from --lr to --min-lr that is left, from the progress of the decay in [0, 1]. Every
-            rank and every resumed run calls it for the same steps: it must depend on its argument alone.
-
-    Raises:
-        ValueError: the name is taken, or the share is not 1 where the decay begins and 0 where it ends.
+    `remaining`: share of the way from --lr to --min-lr that is left, from the progress of the decay in [0, 1]. Every
+    rank and every resumed run calls it for the same steps: it must depend on its argument alone. Raises ValueError
+    where the name is taken, or the share is not 1 where the decay begins and 0 where it ends.
     """
     problems = []
     if name in (*LR_DECAY_STYLES, *LR_SHAPES) and LR_SHAPES.get(name) is not remaining:

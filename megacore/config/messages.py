@@ -1,7 +1,5 @@
-"""The parts of a message that name the way out: valid values, nearest multiples, the name that was probably meant.
-
-All messages are built of them and read alike: `--tp 3 must divide --num-attention-heads 16: use 1, 2, 4, 8 or 16`.
-"""
+"""The parts of a message that name the way out: valid values, nearest multiples, the name that was probably meant. All
+messages are built of them and read alike: `--tp 3 must divide --num-attention-heads 16: use 1, 2, 4, 8 or 16`."""
 
 from __future__ import annotations
 
@@ -31,13 +29,7 @@ def at_most(most: int) -> str:
 
 
 def divisors(n: int, *, near: int | None = None, most: int | None = 10) -> list[int]:
-    """The divisors of n in order.
-
-    Args:
-        n: a positive number.
-        near: where there are too many divisors, those nearest to this are returned; None: nearest to n.
-        most: how many to return at most; None: all.
-    """
+    """The divisors of n in order; of more than `most` (None: all) those nearest to `near`, which is n by default."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     divisors = sorted({*small, *(n // d for d in small)})
     if most is None or len(divisors) <= most:
@@ -52,23 +44,14 @@ def nearest_multiples(value: int, of: int) -> list[int]:
 
 
 def multiples(value: int, of: int, *, most: int = 48) -> list[int]:
-    """The positive multiples of `of` around a value, in order.
-
-    Args:
-        value: that they are near to.
-        of: what they are multiples of.
-        most: how many to return at most.
-    """
+    """At most `most` positive multiples of `of` around a value, in order."""
     first = max(value // of - most // 2, 1)
     return [of * factor for factor in range(first, first + most)]
 
 
 def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
-    """The accepted name that `name` was probably meant to be, or None.
-
-    A misspelled name comes first, then its initials (`lr` for `learning_rate`), then the name that is most similar as a
-    whole and by words.
-    """
+    """The accepted name that was probably meant: a misspelled one, then its initials (`lr` for `learning_rate`), then
+    the most similar one as a whole and by words."""
     bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
     wanted = name.lower().lstrip("-")
     if wanted in bare:
@@ -89,13 +72,13 @@ def _similarity(one: str, other: str) -> float:
 
 
 def _shared_words(wanted: str, candidate: str) -> float:
-    """From 0 to 1: how similar the words of `wanted` are to the most similar ones of a candidate, on average. An equal
-    word counts more than a similar one, by the square. Less than a third of the candidate's words say nothing, unless
-    it begins with them: `nope` is not meant to be `qk-nope-head-dim`."""
+    """From 0 to 1: how similar the words of `wanted` are to the most similar ones of a candidate, on average."""
     words, others = (re.findall(r"[a-z0-9]+", name) for name in (wanted, candidate))
     nearest = [max((_similarity(word, other) for other in others), default=0.0) for word in words]
     shared = [near for near in nearest if near >= _SIMILAR]
+    # One word of a long name says nothing: `nope` is not meant to be `qk-nope-head-dim`.
     says_something = 3 * len(shared) >= len(others) or candidate.startswith(wanted)
+    # Squares: an equal word counts more than two similar ones.
     return sum(near**2 for near in shared) / len(words) if shared and says_something else 0.0
 
 

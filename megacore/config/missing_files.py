@@ -161,17 +161,14 @@ def _missing_remote(given: str, prefix: str) -> str | None:
 
 
 def _name_problem(directory: Path, existing: Path) -> str | None:
-    """Why the directory, or the files of a checkpoint in it, would have too long a name; None if not.
-
-    Args:
-        directory: the output directory.
-        existing: its nearest parent that exists, or itself.
-    """
+    """Why the directory, or a checkpoint's files in it, would have too long a name; `existing` is its nearest parent
+    that exists."""
     absolute = directory.absolute()
     longest_name = os.pathconf(existing, "PC_NAME_MAX")
     for name in absolute.relative_to(existing).parts:
         if len(os.fsencode(name)) > longest_name:
             return f"{name[:20]}... has {len(os.fsencode(name))} bytes, and a name may have at most {longest_name}"
+    # Better now than at the first save, after hours of training.
     if len(os.fsencode(absolute)) > os.pathconf(existing, "PC_PATH_MAX") - _ROOM_FOR_FILES:
         return f"its path has {len(os.fsencode(absolute))} bytes, which leaves no room for the files in it"
     return None

@@ -1,9 +1,6 @@
-"""The model section: the shape of the transformer and what its layers are made of.
-
-The defaults are GPT-2. Every other family is a few changes (docs/reference/models.md has them as a table, presets.toml
-as data). A flag that would have no effect is refused: a rotary base with learned positions is a mistake that would
-otherwise cost weeks of training.
-"""
+"""The model section: the shape of the transformer and what its layers are made of. The defaults are GPT-2; other
+families are a few changes (presets.toml). A flag without effect is refused: a rotary base with learned positions would
+be a mistake that costs weeks of training."""
 
 from __future__ import annotations
 
@@ -373,16 +370,8 @@ class ModelConfig(Section):
     def resolve(
         self, *, seq_length: int, vocab_size: int | None = None, experts: ResolvedExperts | None = None
     ) -> ResolvedModel:
-        """This model with every size filled in.
-
-        Args:
-            seq_length: the longest context where `max_position_embeddings` is not given.
-            vocab_size: the size of the vocabulary where the field is not given.
-            experts: of its blocks.
-
-        Raises:
-            ValueError: the size of the vocabulary is known from neither.
-        """
+        """This model with every size filled in; `seq_length` and `vocab_size` count where the fields are not given.
+        Raises ValueError where neither has the size of the vocabulary."""
         vocab_size = vocab_size if self.vocab_size is None else self.vocab_size
         if vocab_size is None:
             raise ValueError("a model without a vocabulary size cannot be resolved")
@@ -399,17 +388,14 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel(ModelConfig):
-    """A model whose sizes are all known: what `ModelConfig.resolve` returns.
-
-    Attributes:
-        experts: of its blocks, from their section; None: every block has a feed-forward layer.
-    """
+    """A model whose sizes are all known: what `ModelConfig.resolve` returns."""
 
     num_query_groups: int = field()
     kv_channels: int = field()
     ffn_hidden_size: int = field()
     max_position_embeddings: int = field()
     vocab_size: int = field()
+    # Of its blocks, from their section; None: every block has a feed-forward layer.
     experts: ResolvedExperts | None = None
 
     def as_written(self) -> dict[str, Any]:

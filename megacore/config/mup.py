@@ -1,8 +1,6 @@
-"""The section of the maximal update parametrization, muP (Yang et al. 2022, arXiv 2203.03466, table 8).
-
-Hyperparameters that were tuned at one width apply at any other: with the width, the initial values and learning rates
-of hidden matrices shrink, and so do logits and attention scores. At the base width the model is the usual one.
-"""
+"""The section of the maximal update parametrization, muP (Yang et al. 2022, arXiv 2203.03466, table 8). Hyperparameters
+that were tuned at one width apply at any other: with the width, the initial values and learning rates of hidden
+matrices shrink, and so do logits and attention scores. At the base width the model is the usual one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Flags of the command line that change nothing in a run with its number of ranks. They are no mistake: a script may
-give them to runs of all sizes. A run is not refused for them, and the user is told."""
+"""Flags that change nothing in a run with its number of ranks: a note, not a refusal, as a script may start runs of all
+sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from megacore.config.spelling import flag_and_value
 
 
 def without_effect(config: ResolvedConfig, typed: Mapping[str, Any]) -> Iterator[str]:
-    """A note on each flag that changes nothing.
-
-    Args:
-        config: of the run.
-        typed: values by field that the user has given on the command line.
-    """
+    """A note on each flag among `typed` that changes nothing."""
     parallel = config.parallel
     may_offload = parallel.offload_optimizer or parallel.offload_params
     if typed.get("zero_stage") and ranks_of_role("replicas", parallel) == 1 and not may_offload:

@@ -18,17 +18,8 @@ _USUAL_PER_NODE = 8
 def launcher_number(
     name: str, default: int | None = None, *, low: int = 0, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """A number that the launcher has put into the environment.
-
-    Args:
-        name: of the variable.
-        default: where it is not set, or empty; None: it must be.
-        low: the smallest that it may be.
-        environment: the launcher's variables.
-
-    Raises:
-        ConfigError: it is no such number.
-    """
+    """A number from the launcher's environment, at least `low`. `default`: where it is not set or empty; None: it must
+    be. Raises ConfigError."""
     text = environment.get(name, "")
     if not text and default is not None:
         return default
@@ -49,18 +40,13 @@ def has_several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def torchrun_flags(*counts: int, environment: Mapping[str, str] = os.environ) -> str:
-    """The flags that start one of these numbers of processes: `--nproc-per-node 4`, `--nnodes 4 --nproc-per-node 8`.
-
-    On several nodes the job keeps the number of processes of each node. On one node, a job that fits there stays there.
-
-    Args:
-        counts: numbers of processes, any of which would do.
-        environment: the launcher's variables.
-    """
+    """The flags that start any of these numbers of processes: `--nnodes 4 --nproc-per-node 8`. On several nodes each
+    keeps its number of processes. On one node, a job that fits there stays there."""
     per_node = _number(environment, "LOCAL_WORLD_SIZE")
     has_nodes = has_several_nodes(environment)
     if not has_nodes and max(counts) <= max(per_node, _USUAL_PER_NODE):
         return f"--nproc-per-node {one_of(counts)}"
+    # On one node the launcher's number says only what was tried, not what a node holds.
     per_node = per_node if has_nodes else _USUAL_PER_NODE
     if all(count % per_node == 0 for count in counts):
         return f"--nnodes {one_of([count // per_node for count in counts])} --nproc-per-node {per_node}"

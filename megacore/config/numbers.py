@@ -11,22 +11,14 @@ _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|i
 
 
 def parse_int(text: str) -> int:
-    """The whole number that a text spells.
-
-    Raises:
-        ValueError: it spells none, or one of thousands of digits.
-    """
+    """The whole number that a text spells. Raises ValueError, for thousands of digits too."""
     if not _INT.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 
 def parse_float(text: str) -> float:
-    """The number that a text spells, which may be infinite or NaN.
-
-    Raises:
-        ValueError: it spells none.
-    """
+    """The number that a text spells, which may be infinite or NaN. Raises ValueError where it spells none."""
     if not _FLOAT.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a number")
     return float(text)

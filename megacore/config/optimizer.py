@@ -1,7 +1,5 @@
-"""The section of the optimizer: which one, its learning-rate schedule, weight decay, clipping and parameter groups.
-
-The settings of each optimizer are in optimizers.py; the schedules are computed in megacore/optim/lr_schedules.py.
-"""
+"""The section of the optimizer: which one, its learning-rate schedule, weight decay, clipping and parameter groups. The
+settings of each optimizer are in optimizers.py; the schedules are computed in megacore/optim/lr_schedules.py."""
 
 from __future__ import annotations
 
@@ -170,12 +168,6 @@ class OptimizerConfig(Section):
         return replace(self, lr=self.decoupled_lr, min_lr=end, decoupled_lr=None, decoupled_min_lr=None)
 
     def parameter_groups(self, num_layers: int, *, width_ratio: float = 1.0) -> ParameterGroups:
-        """The scale of every parameter.
-
-        Args:
-            num_layers: blocks of the model.
-            width_ratio: how many times as wide as the base of muP it is.
-        """
         return ParameterGroups(
             rules=parse_rules(self.param_group),
             layer_decay=self.lr_layer_decay,

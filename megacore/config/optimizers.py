@@ -1,9 +1,6 @@
-"""The optimizers that a run can choose: the settings and the state of each.
-
-An optimizer has two parts. Its settings are a section of the configuration and are here, because flags are checked
-and memory is planned before torch is loaded. Its step is a class in a separate file (megacore/optim/adamw.py), which
-megacore/optim/optimizers.py lists by these settings.
-"""
+"""The optimizers that a run can choose: the settings and the state of each. Settings are here, as sections, because
+flags are checked and memory is planned before torch is loaded. The step of an optimizer is a class in its own file
+(megacore/optim/adamw.py), which megacore/optim/optimizers.py lists."""
 
 from __future__ import annotations
 
@@ -26,40 +23,27 @@ PART = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StateKind:
-    """One tensor that an optimizer keeps for each parameter besides the weight.
+    """One tensor that an optimizer keeps for each parameter besides the weight."""
 
-    Attributes:
-        name: of the tensor, in checkpoints too.
-        per: what has one number: each element, each row or column of a matrix, or the parameter as a whole. All but
-            the first exist only for parameters that the optimizer takes whole.
-        parameters: which ones have it: all, those that the optimizer takes whole, or the others.
-        dtype: in which it is kept, and stored in checkpoints.
-        in_blocks: it is kept in 8 bits, with an fp32 scale for each block of `BLOCK` elements.
-        first: what it is before the first update.
-    """
-
-    name: str
+    name: str  # of the tensor, in checkpoints too
+    # What has one number: each element, each row or column of a matrix, or the parameter as a whole. All but the first
+    # exist only for parameters that the optimizer takes whole.
     per: Literal["element", "row", "column", "parameter"] = "element"
+    # Which ones have it: all, those that the optimizer takes whole, or the others.
     parameters: Literal["all", "whole", "others"] = "all"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    in_blocks: bool = False
-    first: Literal["zeros", "weights"] = "zeros"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # in which it is kept, and stored in checkpoints
+    in_blocks: bool = False  # it is kept in 8 bits, with an fp32 scale for each block of `BLOCK` elements
+    first: Literal["zeros", "weights"] = "zeros"  # what it is before the first update
 
     @property
     def bytes_per_element(self) -> float:
-        """Of one number, a mean."""
+        """Of one number, a mean over a block and its scale."""
         return 1 + 4 / BLOCK if self.in_blocks else _BYTES[self.dtype]
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor, from that of the parameter."""
         return {"element": parameter, "row": parameter[:1], "column": parameter[1:], "parameter": ()}[self.per]
 
     def exists(self, *, whole: bool) -> bool:
-        """Whether a parameter has it.
-
-        Args:
-            whole: whether the optimizer takes that parameter whole.
-        """
         return self.parameters in ("all", "whole" if whole else "others") and (whole or self.per == "element")
 
 
@@ -88,12 +72,8 @@ class OptimizerSettings(Section):
     """Whether the optimizer joins the slices of a tensor-parallel matrix itself, where it needs the matrix whole."""
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the optimizer needs all of a parameter at once, so that no shard may cut it.
-
-        Args:
-            name: global name of the parameter.
-            shape: global shape.
-        """
+        """Whether the optimizer needs all of a parameter, given its global name and shape, so that no shard may cut
+        it."""
         return False
 
     def direction_bytes(self, precision: str) -> int:
@@ -112,11 +92,7 @@ class OptimizerSettings(Section):
         return "none"
 
     def work_of(self, shape: tuple[int, ...]) -> float:
-        """The work of updating a parameter that is taken whole, in any unit: ranks get equal parts of it.
-
-        Args:
-            shape: global shape.
-        """
+        """The work of updating a parameter that is taken whole, in any unit: ranks get equal parts of it."""
         return float(math.prod(shape))
 
     @property
@@ -134,11 +110,7 @@ class OptimizerSettings(Section):
         return sum(kind.bytes_per_element for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
 
     def factor_bytes(self, shape: tuple[int, ...]) -> float:
-        """Bytes of state of a parameter that the optimizer takes whole, beside those per element.
-
-        Args:
-            shape: of the parameter.
-        """
+        """Bytes of state of a parameter that the optimizer takes whole, beside those per element."""
         kinds = [kind for kind in self.state if kind.per != "element" and kind.exists(whole=True)]
         return sum(kind.bytes_per_element * math.prod(kind.shape(shape)) for kind in kinds)
 
@@ -335,6 +307,7 @@ class MuonConfig(OptimizerSettings):
     def work_of(self, shape: tuple[int, ...]) -> float:
         """FLOPs of a Newton-Schulz step: X X^T, its square, and their product with X."""
         rows, columns = sorted(shape[-2:])
+        # The step works on the wide form of a matrix: X X^T is as small as it can be.
         return math.prod(shape[:-2]) * (4.0 * rows**2 * columns + 2.0 * rows**3)
 
 

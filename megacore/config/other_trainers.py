@@ -1,8 +1,6 @@
 """What a command line asks about the settings of other trainers: which are theirs, and what they become here.
-
 `megacore.arrive` answers. It is optional: a tree without it knows megacore's own flags, as `OtherTrainers` says. The
-configuration asks here alone.
-"""
+configuration asks here alone."""
 
 from __future__ import annotations
 
@@ -18,24 +16,16 @@ from megacore.config.schema import Config
 
 
 class ForeignValue(NamedTuple):
-    """A value of megacore's that another trainer writes in another way.
-
-    Attributes:
-        origin: the trainer.
-        value: megacore's.
-    """
+    """A value of megacore's that another trainer writes in another way."""
 
     origin: str
     value: Any
 
 
 class OtherTrainers:
-    """The questions, with the answers of a tree that knows no other trainer.
+    """The questions, with the answers of a tree that knows no other trainer."""
 
-    Attributes:
-        files: flags that name another trainer's file of settings, with their help texts.
-    """
-
+    # Flags that name another trainer's file of settings, with their help texts.
     files: Mapping[str, tuple[FieldInfo, str]] = {}
 
     def setting_of(self, flag: str, words: Sequence[str]) -> ForeignSetting | None:
@@ -47,20 +37,12 @@ class OtherTrainers:
         return ()
 
     def value_of(self, name: str, flag: str, words: Sequence[str]) -> ForeignValue | None:
-        """What the values of a flag of megacore mean in another trainer; None: what they mean here.
-
-        Args:
-            name: of the field.
-            flag: as it is spelled on the command line.
-            words: its values.
-
-        Raises:
-            ValueError: the value has no counterpart; the message says what comes nearest.
-        """
+        """What the values of a flag of megacore mean in another trainer; None: what they mean here. Raises ValueError
+        where there is no counterpart, with what comes nearest."""
         return None
 
     def advice(self, flag: str) -> str | None:
-        """What to use instead of another trainer's flag that is not accepted; None for other flags."""
+        """What to use instead of another trainer's flag; None for flags that are accepted, or of nobody."""
         return None
 
     def refusal(self, flags: Sequence[str], advice: str) -> str:
@@ -73,24 +55,11 @@ class OtherTrainers:
 
     def adjust(self, flags: Given, *, is_planned: bool) -> list[str]:
         """Give the values of a whole command line the meaning that they have in the trainer whose script it is, and
-        read the trainer's file of settings.
-
-        Args:
-            flags: the command line, which is changed. It receives what is wrong with it.
-            is_planned: the run is only planned.
-
-        Returns:
-            Notes for the user.
-        """
+        read the trainer's file of settings. What is wrong with it goes into `flags`; returns notes for the user."""
         return []
 
     def defaults(self, flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The defaults of the trainer whose script a command line is, by megacore's field.
-
-        Args:
-            flags: the command line.
-            given: values of all sources.
-        """
+        """The defaults of the trainer whose script a command line is, by megacore's field."""
         return {}
 
     def note_of_defaults(self, flags: Given, defaults: str) -> str:
@@ -98,24 +67,12 @@ class OtherTrainers:
         return defaults
 
     def translate(self, flags: Given, of_file: Mapping[str, Any], build: Callable[[], Config], world_size: int) -> None:
-        """Turn the settings of other trainers into fields, and leave out what they do not read.
-
-        Args:
-            flags: the command line, which receives the fields, and what is wrong with the settings.
-            of_file: values of --config.
-            build: makes the configuration of all sources, as far as they are translated.
-            world_size: the number of processes.
-        """
+        """Turn the settings of other trainers into fields, and leave out what they do not read. `of_file` has the
+        values of --config; `build` makes the configuration of all sources, as far as they are translated."""
 
     def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
-        """Turn given settings into fields, without the rules for whole scripts.
-
-        Args:
-            given: what sets them. It receives the fields, and what is wrong with the settings.
-            values: the values by field that all sources set. A setting that contradicts them is refused.
-            config: the configuration of these values.
-            world_size: the number of processes.
-        """
+        """Turn given settings into fields, without the rules for whole scripts. A setting that contradicts `values`,
+        which all sources set together, is refused."""
 
     def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
         """The settings of another trainer's file for a search of layouts, and what is wrong with them there."""

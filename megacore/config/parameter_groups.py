@@ -18,21 +18,13 @@ DECOUPLED = ("embedding.tokens.weight", "head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterScale:
-    """How the update of a parameter differs from that of the others.
+    """How the update of a parameter differs from that of the others."""
 
-    Attributes:
-        lr: factor of the learning rate.
-        weight_decay: factor of the weight decay of a matrix.
-        vector_decay: factor of the weight decay of a vector, such as a bias.
-        frozen: the parameter keeps its value, and its gradient counts as zero.
-        decoupled: `lr` is a factor of the rate of --decoupled-lr, and not of --lr.
-    """
-
-    lr: float = 1.0
-    weight_decay: float = 1.0
-    vector_decay: float = 0.0
-    frozen: bool = False
-    decoupled: bool = False
+    lr: float = 1.0  # factor of the learning rate
+    weight_decay: float = 1.0  # factor of the weight decay of a matrix
+    vector_decay: float = 0.0  # factor of the weight decay of a vector, such as a bias
+    frozen: bool = False  # the parameter keeps its value, and its gradient counts as zero
+    decoupled: bool = False  # `lr` is a factor of the rate of --decoupled-lr, and not of --lr
 
 
 USUAL = ParameterScale()
@@ -40,15 +32,10 @@ USUAL = ParameterScale()
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a value of --param-group says.
+    """What a value of --param-group says."""
 
-    Attributes:
-        pattern: of global names; * stands for any characters, ? for one, [ab] for one of these.
-        scale: of the parameters whose names match.
-    """
-
-    pattern: str
-    scale: ParameterScale
+    pattern: str  # of global names; * stands for any characters, ? for one, [ab] for one of these
+    scale: ParameterScale  # of the parameters whose names match
 
     def matches(self, name: str) -> bool:
         """Whether it is about the parameter of this global name."""
@@ -57,30 +44,21 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroups:
-    """The scale of every parameter, by its global name.
+    """The scale of every parameter, by its global name."""
 
-    Attributes:
-        rules: the first that matches a name counts.
-        layer_decay: factor of the learning rate from block to block, towards the input.
-        num_layers: blocks of the model.
-        decoupled: whether the token embedding and the output layer have a learning rate of their own.
-        width_ratio: how many times as wide as the base of muP the model is: matrices of blocks learn at the learning
-            rate divided by it. Their weight decay is multiplied by it, so that they decay as fast as at the base width.
-    """
-
-    rules: tuple[Rule, ...] = ()
-    layer_decay: float = 1.0
-    num_layers: int = 0
-    decoupled: bool = False
+    rules: tuple[Rule, ...] = ()  # the first that matches a name counts
+    layer_decay: float = 1.0  # factor of the learning rate from block to block, towards the input
+    num_layers: int = 0  # blocks of the model
+    decoupled: bool = False  # whether the token embedding and the output layer have a learning rate of their own
+    # How many times as wide as the base of muP the model is: matrices of blocks learn at the learning rate divided by
+    # it. Their weight decay is multiplied by it, so that they decay as fast as at the base width.
     width_ratio: float = 1.0
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all parameters are updated alike."""
         return not self.rules and self.layer_decay == self.width_ratio == 1.0 and not self.decoupled
 
     def scale_of(self, name: str) -> ParameterScale:
-        """The scale of the parameter of this global name."""
         scale = next((rule.scale for rule in self.rules if rule.matches(name)), USUAL)
         decay = self.layer_decay ** self._depth(name)
         ratio = self.width_ratio if is_hidden_matrix(name) else 1.0
@@ -92,7 +70,6 @@ class ParameterGroups:
         )
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Patterns that no name matches."""
         names = list(names)
         return [rule.pattern for rule in self.rules if not any(map(rule.matches, names))]
 
@@ -109,11 +86,7 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
-    """The rules of --param-group.
-
-    Raises:
-        ValueError: a text is no rule.
-    """
+    """The rules of --param-group. Raises ValueError."""
     return tuple(map(_parse_rule, texts))
 
 

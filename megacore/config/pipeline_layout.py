@@ -1,8 +1,6 @@
-"""Reads `--pipeline-layout`: `E,10*t|11*t|9*t,H` says which layers each stage holds.
-
-Stages are separated by `|` and their layers by commas. `E` is the embedding, `t` a transformer block, `H` the head;
-`10*t` is ten blocks. No torch: a mistake is refused before anything is loaded.
-"""
+"""Reads `--pipeline-layout E,10*t|11*t|9*t,H`: which layers each stage holds, separated by `|`. `E` is the
+embedding, `t` a transformer block, `H` the head; `10*t` is ten blocks. No torch: a mistake is refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,16 +10,8 @@ _LAYERS = re.compile(r"(?:([0-9]{1,18})\*)?([EtH])")
 
 
 def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
-    """The layers of each stage by number: the embedding is layer 0, the head the last.
-
-    Args:
-        text: the layout.
-        stages: the number of stages of the pipeline.
-        blocks: the number of transformer blocks of the model.
-
-    Raises:
-        ValueError: the layout is not valid; the message says why.
-    """
+    """The layers of each stage by number: the embedding is layer 0, the head the last. Raises ValueError with the
+    reason."""
     kinds: list[list[str]] = []
     for number, stage in enumerate(text.split("|")):
         kinds.append([])

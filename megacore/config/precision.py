@@ -67,21 +67,15 @@ class PrecisionConfig(Section):
     """Overflows at which the loss scale first halves. Then each overflow halves it, until it doubles again."""
 
     def resolve(self, microbatches: int) -> ResolvedPrecision:
-        """This section with the number format, and with the first value of a dynamic loss scale; other loss scales have
-        none.
-
-        The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
-        its mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
-
-        Args:
-            microbatches: the number of microbatches in a global batch, over all replicas.
-        """
+        """This section with the number format and, where the loss scale is dynamic, its first value."""
         if self.precision == "auto" and self.fp8 != "none":
             return self.resolved_as(ResolvedPrecision, precision="bf16")
         if self.precision == "auto":
             return self.resolved_as(UndecidedPrecision, precision="fp32")
         if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
             return self.resolved_as(ResolvedPrecision)
+        # The usual 2^16 is meant for the mean loss of one microbatch. Here the loss is the mean over the global batch,
+        # so that one microbatch's gradients are smaller by the number of microbatches.
         scale = 65536.0 * (1 << (microbatches - 1).bit_length())
         return self.resolved_as(ResolvedPrecision, initial_loss_scale=max(scale, self.min_loss_scale))
 

@@ -1,7 +1,5 @@
 """Named models: `--preset NAME` sets the fields of a row of presets.toml; a configuration file and flags override it.
-
-`vocab_size` applies only without a tokenizer.
-"""
+`vocab_size` applies only without a tokenizer."""
 
 from __future__ import annotations
 

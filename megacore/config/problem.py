@@ -1,8 +1,6 @@
-"""A violated constraint with its ways out as data, so that each can be tried before it is offered.
-
-A constraint states other values of a field (`Values`) or a change in words (`Change`). As text a problem offers them as
-they are; `solve.py` keeps those that leave no constraint violated.
-"""
+"""A violated constraint with its ways out as data, so that each can be tried before it is offered. A constraint states
+other values of a field (`Values`) or a change in words (`Change`). As text a problem offers them as they are;
+`solve.py` keeps those that leave no constraint violated."""
 
 from __future__ import annotations
 
@@ -21,28 +19,18 @@ _TRIED = 160  # values of a way out, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Other values of one field.
+    """Other values of one field."""
 
-    Attributes:
-        name: of the field, or `WORLD_SIZE`.
-        among: what it may be, as far as this constraint goes; with `bound` in order, from the bound on.
-        near: the value that it has; those nearest to it are tried and named first.
-        bound: `or more`, `or less` or `to N`, where every value beyond the first of `among` keeps the constraint.
-        bare: the message is about this field, and its values need no flag.
-        most: how many are named.
-        around: only the nearest below and the nearest above the value that it has are named.
-    """
-
-    name: str
-    among: Sequence[int]
-    near: int
+    name: str  # of the field, or `WORLD_SIZE`
+    among: Sequence[int]  # what it may be, as far as this constraint goes; with `bound` in order, from the bound on
+    near: int  # the value that it has; those nearest to it are tried and named first
+    # `or more`, `or less` or `to N`, where every value beyond the first of `among` keeps the constraint
     bound: str = ""
-    bare: bool = False
-    most: int = 6
-    around: bool = False
+    bare: bool = False  # the message is about this field, and its values need no flag
+    most: int = 6  # how many are named
+    around: bool = False  # only the nearest below and the nearest above the value that it has are named
 
     def tried(self) -> list[int]:
-        """The values, nearest first."""
         if self.bound:
             return list(self.among[:_TRIED])
         return sorted(self.among, key=lambda value: (abs(value - self.near), value))[:_TRIED]
@@ -59,12 +47,7 @@ class Values:
         return len(values) >= max(self.most, 3) or (self.around and len(self.named(values)) == 2)
 
     def in_words(self, values: Sequence[int], *, is_first: bool = True) -> str:
-        """The way out.
-
-        Args:
-            values: one or more of those of `tried`, in its order.
-            is_first: no other way out precedes it.
-        """
+        """The way out with some values, in the order of `tried`; `is_first`: no other one precedes it."""
         named = sorted(self.named(values))
         text = one_of(named)
         if self.bound and len(values) == len(self.tried()):
@@ -92,46 +75,26 @@ def multiples_of(name: str, near: int, unit: int, *, bare: bool = False) -> Valu
 
 @dataclass(frozen=True)
 class Change:
-    """A way out in words.
+    """A way out in words."""
 
-    Attributes:
-        text: it follows `use` or `or`.
-        values: by field, which the change sets; none, where it cannot be tried.
-        otherwise: what is offered where this is no way out.
-    """
-
-    text: str
+    text: str  # it follows `use` or `or`
+    # By field, which the change sets; none, where it cannot be tried.
     values: Mapping[str, Any] = field(default_factory=dict)
-    otherwise: Change | None = None
+    otherwise: Change | None = None  # what is offered where this is no way out
 
 
 Way = Values | Change
 
 
 class Problem(str):
-    """A message about a violated constraint.
-
-    Attributes:
-        said: the constraint.
-        ways: out of it.
-        about: fields that the constraint depends on and does not name.
-        only: the fields that it is about, where it names others; empty: those that it names.
-    """
+    """A message about a violated constraint."""
 
     said: str
-    ways: tuple[Way, ...]
-    about: frozenset[str]
-    only: frozenset[str]
+    ways: tuple[Way, ...]  # out of it
+    about: frozenset[str]  # fields that the constraint depends on and does not name
+    only: frozenset[str]  # the fields that it is about, where it names others; empty: those that it names
 
     def __new__(cls, said: str, *ways: Way | None, about: Sequence[str] = (), only: Sequence[str] = ()) -> Self:
-        """A message with its ways out as they are.
-
-        Args:
-            said: the constraint, which the flags that it is about precede.
-            ways: out of it, best first; None is left out.
-            about: fields that the constraint depends on and does not name.
-            only: the fields that it is about, where it names others.
-        """
         kept = tuple(way for way in ways if way is not None and (isinstance(way, Change) or way.among))
         words = [
             way.text if isinstance(way, Change) else way.in_words(way.tried(), is_first=not place)

@@ -1,9 +1,6 @@
-"""The batch-size ramp: a run begins with a small global batch and grows it by equal increments.
-
-The batch size of a step follows from its number alone, so that a resumed run, on any layout, takes the same samples.
-The increments come at equal distances in samples, as in Megatron-LM. The learning rate follows the samples too: a step
-with half of --global-batch-size advances its schedule by half a step.
-"""
+"""The batch-size ramp: a run begins with a small global batch and grows it by equal increments, at equal distances in
+samples, as in Megatron-LM. The size follows from the step's number alone, so that a resumed run, on any layout, takes
+the same samples."""
 
 from __future__ import annotations
 
@@ -23,21 +20,14 @@ from megacore.config.rules import Rule, Settings
 
 @dataclass(frozen=True)
 class Ramp:
-    """The numbers of --rampup-batch-size.
+    """The numbers of --rampup-batch-size."""
 
-    Attributes:
-        start: the first global batch size.
-        increment: by which it grows.
-        samples: over which it grows to --global-batch-size.
-    """
-
-    start: int
-    increment: int
-    samples: int
+    start: int  # the first global batch size
+    increment: int  # by which it grows
+    samples: int  # over which it grows to --global-batch-size
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The value of the field."""
         return str(self.start), str(self.increment), str(self.samples)
 
     @property
@@ -64,11 +54,7 @@ class RampupConfig(Section):
     samples. START and INCREMENT are multiples of --micro-batch-size x --dp. The learning rate follows the samples."""
 
     def ramp(self) -> Ramp | None:
-        """The ramp, if there is one.
-
-        Raises:
-            ValueError: the value is not three whole numbers of 1 or more.
-        """
+        """The ramp, if there is one. Raises ValueError where the value is not three whole numbers of 1 or more."""
         if not self.rampup_batch_size:
             return None
         try:
@@ -84,12 +70,7 @@ class RampupConfig(Section):
 
 
 class BatchSizes:
-    """The global batch size of every step of a run.
-
-    Args:
-        full: --global-batch-size.
-        ramp: how the run gets there; None: it begins there.
-    """
+    """The global batch size of every step of a run. `ramp`: how the run gets there; None: it begins there."""
 
     def __init__(self, full: int, ramp: Ramp | None = None) -> None:
         self.full = full
@@ -131,18 +112,14 @@ class BatchSizes:
         return self._first_steps[level] + (samples - self._first_samples[level]) // self._sizes[level]
 
     def full_steps(self, steps: int) -> float:
-        """The first `steps` steps in steps of the full batch size: where the learning rate's schedule is after them."""
+        """The first `steps` steps in steps of the full batch size, where the learning rate's schedule is: it follows
+        the samples."""
+        # A step with half of --global-batch-size advances the learning rate's schedule by half a step.
         return steps if len(self._sizes) == 1 else self.samples(steps) / self.full
 
 
 def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterator[str]:
-    """What is wrong with a ramp beside the other batch sizes.
-
-    Args:
-        ramp: as given.
-        full: --global-batch-size, where it is given.
-        replica_samples: samples of one microbatch on all replicas together.
-    """
+    """What is wrong with a ramp beside --global-batch-size and the samples of a microbatch on all replicas."""
     given = ramp.flag
     if full is None:
         yield f"{given} needs the batch size that it grows to: use --global-batch-size"

@@ -19,11 +19,7 @@ _ELEMENTS = 64  # of the vector registers that one iteration of an operator fill
 
 
 def canonical_blocks(config: Config) -> int:
-    """The number of blocks; 1: sums are cut where the layout cuts them.
-
-    Args:
-        config: valid by itself.
-    """
+    """The number of blocks; 1: sums are cut where the layout cuts them."""
     if not config.training.reproducible:
         return 1
     given = config.training.reproducible_blocks
@@ -157,6 +153,7 @@ def _context_parallel(c: Settings) -> Iterator[str]:
 
 def _fits(count: int, tp: int, cp: int) -> bool:
     """Whether each of cp ranks holds whole blocks: of positions in two ranges, and of heads."""
+    # Each cp rank has one range from the front and one from the back, as causal attention costs more towards the end.
     return cp == 1 or (count % (2 * cp) == 0 and count % (tp * cp) == 0)
 
 

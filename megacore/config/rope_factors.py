@@ -8,14 +8,7 @@ from megacore.config.numbers import parse_float
 
 
 def parse_factors(text: str) -> tuple[float, ...]:
-    """The numbers of a list.
-
-    Args:
-        text: numbers separated by commas: `1.0,1.25,4`.
-
-    Raises:
-        ValueError: a part of the text is not a number above 0.
-    """
+    """The numbers of a text like `1.0,1.25,4`. Raises ValueError for one that is not above 0."""
     factors = []
     for part in text.split(","):
         factor = parse_float(part.strip())

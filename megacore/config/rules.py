@@ -30,13 +30,8 @@ class Unread(Exception):
 
 
 class Settings:
-    """The fields of sections by name, as rules read them. A property of a section reads its fields from here too.
-
-    Args:
-        sections: of the configuration.
-        wrong: fields whose value is refused whatever the others are. Who reads one raises `Unread`.
-        further: other attributes.
-    """
+    """The fields of sections by name, as rules read them; properties of a section read from here too. `wrong` fields,
+    whose value is refused whatever the others are, raise `Unread`; `further` are other attributes."""
 
     def __init__(self, sections: Sequence[Any], wrong: frozenset[str], **further: Any) -> None:
         values = self.__dict__
@@ -140,13 +135,8 @@ OUT = Out()
 
 
 class Excludes:
-    """Terms that do not hold together.
-
-    Args:
-        terms: two or more, in one text.
-        said: what is wrong, with {0}, {1}, ... for the flags of the terms.
-        use: ways out, as by default to leave one of the flags out; None: it says that itself. A text is not tried.
-    """
+    """Terms that do not hold together, in one text. `said` has {0}, {1}, ... for their flags. `use`: ways out, as by
+    default to leave one flag out; None: `said` has them. A text is not tried."""
 
     def __init__(self, terms: str, said: str = "{0} and {1} exclude each other", *use: Way | str | Out | None) -> None:
         self.terms, self.said, self.use = terms.split(), said, use or ("leave one of them out",)
@@ -167,12 +157,8 @@ class Excludes:
 
 
 class Needs:
-    """What a field has no effect without, in its annotation: a flag that is given, or fields with one of some values.
-
-    Args:
-        owner: a field that must not be at its default.
-        values: fields with what they must be: a value, several, which are not tried, or a range from the least on.
-    """
+    """What a field has no effect without, in its annotation: a flag `owner` that is given, or fields with a value, one
+    of several, which are not tried, or a range from the least on."""
 
     def __init__(self, owner: str | None = None, **values: Any) -> None:
         self.owner, self.values = owner, values
@@ -218,18 +204,11 @@ def _accepts(wanted: Any, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Divides:
-    """The value of a field divides that of another one; `when` terms hold.
+    """The value of a field divides that of another one; `when` terms hold."""
 
-    Attributes:
-        name: of the divisor.
-        number: of what it divides.
-        multiple: whether another value of that is a way out.
-        when: terms.
-    """
-
-    name: str
-    number: str
-    multiple: bool = True
+    name: str  # of the divisor
+    number: str  # of what it divides
+    multiple: bool = True  # whether another value of that is a way out
     when: Sequence[str] = ()
 
     def __call__(self, c: Settings) -> Iterator[str]:
@@ -266,24 +245,14 @@ class Multiple:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The value of a field is at most, or below, that of another one; `when` terms hold. None is within any bound.
+    """The value of a field is at most, or below, that of another one; `when` terms hold. None is within any bound."""
 
-    Attributes:
-        name: of the field.
-        bound: the other one.
-        below: it is not equal either.
-        least: from which values of the field are tried.
-        why: follows the constraint.
-        use: ways out beside a smaller value: `more` of the bound, `larger` without naming a value, or `out`, without
-            the flag.
-        when: terms.
-    """
-
-    name: str
-    bound: str
-    below: bool = False
-    least: int = 1
-    why: str = ""
+    name: str  # of the field
+    bound: str  # the other one
+    below: bool = False  # it is not equal either
+    least: int = 1  # from which values of the field are tried
+    why: str = ""  # follows the constraint
+    # Ways out beside a smaller value: `more` of the bound, `larger` without naming a value, or `out`, without the flag.
     use: Sequence[str] = ()
     when: Sequence[str] = ()
 

@@ -1,12 +1,8 @@
 """The configuration of a run as its sections, before (`Config`) and after (`ResolvedConfig`) it is resolved.
 
-A `Config` holds what the user set: fields that follow from others, such as the data-parallel degree, may be None.
-`Config.resolve` fills them in and returns a `ResolvedConfig`, in whose type they are not optional. Everything that
-builds or trains takes a `ResolvedConfig`.
-
-An entry point with additional flags has a subclass of both with one more section (bert.py). validation.py checks a
-configuration; cli.py makes one from a command line, toml.py from a file. Nothing here imports torch: a wrong
-configuration is refused before anything is loaded.
+A `Config` holds what the user set; fields that follow from others may be None. Everything that builds or trains takes a
+`ResolvedConfig`. An entry point with further flags has a subclass of both with one more section (bert.py). Nothing here
+imports torch: a wrong configuration is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -106,13 +102,10 @@ class Config:
     """Commands for the help, each with its purpose. A line is at most 76 characters."""
 
     def with_sequences_of_device(self, *, on_cpu: bool) -> Self:
-        """With the default of --sequence-parallel on a CPU or an accelerator; the values that it depends on
-        (`DECIDE_SEQUENCES`) must be valid.
-
-        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
-        decides it anew.
-        """
+        """With the default of --sequence-parallel on a CPU or an accelerator. The values of `DECIDE_SEQUENCES` must be
+        valid."""
         parallel = self.parallel
+        # Without tensor parallelism it stays undecided: another layout of the same file decides it anew.
         if parallel.sequence_parallel is not None or parallel.tp == 1:
             return self
         splits = not on_cpu and self.data.seq_length % parallel.sequence_unit(sequence_parallel=True) == 0
@@ -120,7 +113,6 @@ class Config:
         return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
     def value(self, name: str) -> Any:
-        """The value of a field, by name."""
         return getattr(getattr(self, section_of(type(self), name)), name)
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
@@ -189,35 +181,24 @@ class Config:
 
     @property
     def eval_iters(self) -> int:
-        """Global batches per evaluation; 0: there is none.
-
-        Forward is a third of a step, so the default adds about 3% to a run.
-        """
+        """Global batches per evaluation; 0: there is none."""
         training = self.training
         if training.eval_iters is not None:
             return training.eval_iters
         steps = min(training.eval_interval or training.train_iters, training.train_iters)
+        # Forward is a third of a step, so that a tenth of the steps adds about 3% to a run.
         return min(max(steps // 10, 1), 100)
 
     def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedConfig:
-        """Fills in the fields that follow from others.
-
-        Args:
-            world_size: the number of processes of the run, which `validate` has accepted.
-            vocab_size: the size of the vocabulary, where the configuration does not have it.
-
-        Raises:
-            ValueError: the size of the vocabulary is not known.
-        """
+        """Fills in the fields that follow from others. Raises ValueError where neither `vocab_size` nor the
+        configuration has the size of the vocabulary."""
         return with_registered(ResolvedConfig)(**self.resolved_sections(world_size, vocab_size))
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether --schedule zero-bubble does not split backward: with whole backwards it is 1F1B.
-
-        A block that is computed again would be so in the first half, and in the second once for each of its operators
-        with weights (pipeline/backward.py).
-        """
+        """Whether --schedule zero-bubble does not split backward: with whole backwards it is 1F1B."""
+        # A block that is computed again would be so in the first half of backward, and in the second once for each of
+        # its operators with weights (pipeline/backward.py).
         return self.parallel.schedule == "zero-bubble" and self.training.recompute == "full"
 
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
@@ -225,9 +206,10 @@ class Config:
         parallel, training = self.parallel, self.training
         if self.has_whole_backwards:
             parallel = dataclasses.replace(parallel, schedule="1f1b")
+        # Without experts --etp changes nothing: a note says so, and scripts may give it to every run.
         if self.experts.num_experts is None:
             parallel = dataclasses.replace(parallel, etp=None)
-        degrees = fill_degrees(parallel, world_size)
+        degrees = fill_degrees(parallel, world_size)  # the replicas too, which the batch size needs below
         filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
         replicas = size_of_role("batch", degrees)
         global_batch_size = training.global_batch_size or training.micro_batch_size * replicas
@@ -256,11 +238,8 @@ class Config:
         }
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
-        """The fields whose value this entry point refuses whatever the other fields are, each with its message.
-
-        Args:
-            wrong: fields whose value is already refused. They are skipped.
-        """
+        """The fields outside `wrong` whose value this entry point refuses whatever the others are, each with its
+        message."""
         messages = {}
         if self.model.preset is not None and self.model.preset not in self.presets and "preset" not in wrong:
             messages["preset"] = preset_problem(self.model.preset, self.presets)
@@ -272,15 +251,11 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
-    """The configuration of a run whose number of processes and vocabulary are known.
+    """The configuration of a run whose number of processes and vocabulary are known."""
 
-    Attributes:
-        is_causal: whether a position attends to itself and earlier ones only.
-        padded_documents: whether the document number of padding is 0, and results are set to 0 there. Otherwise
-            padding is one more document.
-    """
-
-    is_causal: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True  # whether a position attends to itself and earlier ones only
+    # Whether the document number of padding is 0, and results are set to 0 there. Otherwise padding is one more
+    # document.
     padded_documents: ClassVar[bool] = False
 
     model: ResolvedModel = field()
@@ -328,12 +303,7 @@ class ResolvedConfig(Config):
 
     @property
     def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How the ranks that divide sequences exchange keys and values, once that is chosen.
-
-        Of n query and g key heads on a tensor-parallel rank, N ranks send less as `ulysses` if N > n/g + 1 and N
-        divides g. It waits for what it sends: a ring, which computes meanwhile, is left only for a fast link. With
-        --reproducible each rank computes whole sequences for its heads.
-        """
+        """How the ranks that divide sequences exchange keys and values, once that is chosen."""
         tp, cp = self.parallel.tp, self.parallel.cp
         if self.parallel.cp_comm != "auto":
             return self.parallel.cp_comm
@@ -342,6 +312,8 @@ class ResolvedConfig(Config):
         if not self.is_causal:
             return "allgather"
         heads, groups = self.model.num_attention_heads // tp, max(self.model.query_groups // tp, 1)
+        # Of n query and g key heads on a tp rank, N ranks send less as `ulysses` if N > n/g + 1 and N divides g. It
+        # waits for what it sends; a ring computes meanwhile, and is left only for a fast link.
         sends_less = groups % cp == 0 and heads % cp == 0 and cp > heads / groups + 1
         return "ulysses" if sends_less and tp * cp <= RANKS_OF_FAST_LINK else "ring"
 
@@ -353,12 +325,8 @@ class ResolvedConfig(Config):
         return (*self.data.beside_tokens, *(("padding",) if pads else ()))
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
-        """With the defaults that depend on where the ranks compute.
-
-        Args:
-            on_cpu: not on accelerators.
-            bf16: whether matrix products in bf16 are fast there; None: not known, and --precision auto stays undecided.
-        """
+        """With the defaults that depend on where the ranks compute. `bf16`: whether matrix products in bf16 are fast
+        there; None: not known, and --precision auto stays undecided."""
         config = self.with_sequences_of_device(on_cpu=on_cpu)
         precision = config.precision if bf16 is None else config.precision.for_device(bf16=bf16)
         return config if precision is config.precision else dataclasses.replace(config, precision=precision)

@@ -1,12 +1,8 @@
 """What to change where rules are violated: each proposal is tried on all rules before it is made.
 
-Violated rules that share a flag are one group: a value that keeps one of them may violate another. What is proposed
-keeps all of a group and violates nothing new. First come values of one flag. Where no flag alone is a way out, the
-nearest combination of flags is, and where there is none, other numbers of processes, with other flags if need be: a
-best-first search over the values that the violated rules themselves state (`solve`). The first problem of a group names
-the combination for all of them.
-
-This runs only after something is refused, and takes a second or two at most.
+Violated rules that share a flag are one group: a value that keeps one of them may violate another. First come values of
+one flag, then the nearest combination of flags, then other numbers of processes: a best-first search over the values
+that the rules themselves state (`solve`). It runs only after a refusal, and takes a second or two at most.
 """
 
 from __future__ import annotations
@@ -38,13 +34,8 @@ _SAME = "the change proposed above solves this too"
 
 
 def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | None = None) -> list[str]:
-    """The messages, each with the ways out of which nothing else is refused.
-
-    Args:
-        found: all violated constraints; those that are no `Problem` stay as they are.
-        recheck: what is violated with other values.
-        processes: of the run; None: as many as its degrees say.
-    """
+    """The messages, each with the ways out of which nothing else is refused. `processes`: None: as many as the degrees
+    say."""
     said: dict[int, str] = {}
     for places in _groups(found):
         group = _Group([found[place] for place in places], frozenset(map(_key, found)), recheck, processes)
@@ -54,19 +45,12 @@ def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | 
 
 @dataclass(frozen=True)
 class _Group:
-    """Violated constraints that share flags.
+    """Violated constraints that share flags."""
 
-    Attributes:
-        problems: of the group.
-        known: every violated constraint, by `_key`.
-        recheck: what is violated with other values.
-        processes: of the run; None: as many as its degrees say.
-    """
-
-    problems: Sequence[str]
-    known: frozenset[frozenset[str] | str]
-    recheck: Recheck
-    processes: int | None
+    problems: Sequence[str]  # of the group
+    known: frozenset[frozenset[str] | str]  # every violated constraint, by `_key`
+    recheck: Recheck  # what is violated with other values
+    processes: int | None  # of the run; None: as many as its degrees say
 
     def in_words(self, problem: str) -> str:
         """A message of the group with its ways out."""
@@ -118,7 +102,6 @@ class _Group:
         return words
 
     def _keeps(self, name: str, changes: Changes) -> bool:
-        """Whether a change of a field violates none of the constraints on it, and nothing new."""
         left = self.recheck(changes)
         return not any(name in fields_of(other) or _key(other) not in self.known for other in left)
 
@@ -158,7 +141,6 @@ class _Group:
         return not self._left(changes)
 
     def _combined(self) -> str:
-        """The combination in words."""
         changes = {name: value for name, value in self._combination.items() if name != WORLD_SIZE}
         if len(changes) == len(self._combination):
             return _combined(changes)
@@ -187,11 +169,9 @@ class _Group:
         return self._nearest(processes=beside)
 
     def _nearest(self, *, processes: Sequence[int]) -> dict[str, Any]:
-        """A combination that leaves nothing; empty, if there is none near.
-
-        Args:
-            processes: numbers of processes that are tried, nearest first.
-        """
+        """A combination that leaves nothing; empty, if there is none near. `processes`: numbers of processes that are
+        tried, nearest first."""
+        # A user who changes only the number of processes need not touch the script.
         alone = next((number for number in processes if self._solves({WORLD_SIZE: number})), None)
         if alone is not None:
             return {WORLD_SIZE: alone}
@@ -200,16 +180,8 @@ class _Group:
 
 
 def solve(problems: Sequence[str], recheck: Recheck, steps: Steps) -> tuple[Sequence[str], dict[str, Any]]:
-    """The nearest changes of fields after which nothing is violated, or else the least: a best-first search.
-
-    Args:
-        problems: what is violated.
-        recheck: what is violated after changes.
-        steps: further changes, each with its distance, from what is violated after some.
-
-    Returns:
-        What is left, and the changes; of several that leave as little, those that leave most values to choose from.
-    """
+    """The nearest changes of fields after which nothing is violated, or else the least: a best-first search. Returns
+    what is left, and the changes; of several that leave as little, those that leave most values to choose from."""
     order, tried = itertools.count(), set[frozenset[tuple[str, Any]]]()
     # What is left, changes and their distances; first what is nearest to a way out.
     queue: list[tuple[float, int, Sequence[str], dict[str, Any], float]] = [(0, next(order), problems, {}, 0)]
@@ -222,6 +194,7 @@ def solve(problems: Sequence[str], recheck: Recheck, steps: Steps) -> tuple[Sequ
             return best
         for further, length in steps(left, changes) if len(changes) < _MOST_CHANGED else ():
             changed = {**changes, **further}
+            # The same changes in another order lead to the same configuration.
             if (key := frozenset(changed.items())) in tried:
                 continue
             tried.add(key)
@@ -242,6 +215,7 @@ def _steps(left: Sequence[str], changes: Changes, *, processes: bool) -> Iterato
             for place, value in enumerate(way.tried()[:_BRANCHES]):
                 if value != way.near:
                     distance = abs(math.log2((max(value, 0) + 1) / (max(way.near, 0) + 1)))
+                    # In powers of two, so that halving a degree is as near as doubling it.
                     yield {way.name: value}, distance + _LATER * place
 
 
@@ -278,11 +252,8 @@ def fields_of(problem: str) -> frozenset[str]:
 
 
 def _key(problem: str) -> frozenset[str] | str:
-    """What tells a constraint from others, whatever the values are: the fields that it is about.
-
-    Constraints on the same fields are in one group and solved together, so that nothing need tell them apart. A message
-    that names no field is its own key.
-    """
+    """What tells a constraint from others, whatever the values are: the fields that it is about, or else its text."""
+    # Constraints on the same fields are in one group and solved together: nothing need tell them apart.
     return fields_of(problem) or problem
 
 
@@ -304,25 +275,18 @@ def _groups(found: Sequence[str]) -> list[list[int]]:
 @dataclass(frozen=True, kw_only=True)
 class Searched:
     """What a search of layouts chooses. Flags that need certain values of it, as --zero-shard-size 2 needs ZeRO and an
-    even number of replicas, get them: a search has both among its layouts, and begins from one that has.
+    even number of replicas, get them: a search has both among its layouts, and begins from one that has."""
 
-    Attributes:
-        ranks: number of ranks that it divides.
-        values: of each field that it chooses, by name: what it may be, given the configuration.
-        allows: whether a field may have a value within the limits of the search, which no way out may exceed.
-    """
-
-    ranks: int
+    ranks: int  # number of ranks that it divides
+    # Of each field that it chooses, by name: what it may be, given the configuration.
     values: Callable[[Config], Mapping[str, Sequence[Any]]]
+    # Whether a field may have a value within the limits of the search, which no way out may exceed.
     allows: Callable[[str, Any], bool]
 
 
 def values_among(values: Mapping[str, Sequence[Any]]) -> Steps:
-    """The steps to other values of the fields that constraints are about, each of one field.
-
-    Args:
-        values: that fields may take, by field, best first.
-    """
+    """The steps to other values of the fields that constraints are about, each of one field. `values`: that fields may
+    take, by field, best first."""
 
     def steps(problems: Sequence[str], changes: Changes) -> Iterator[tuple[Changes, float]]:
         about = frozenset[str]().union(*map(fields_of, problems))
@@ -334,14 +298,8 @@ def values_among(values: Mapping[str, Sequence[Any]]) -> Steps:
 
 
 def with_other_values(problem: str, values: Mapping[str, Sequence[Any]], recheck: Recheck) -> str:
-    """The message about a constraint. Where values of one field that a search chooses keep it, and all of them violate
-    another constraint, it names that first and has the ways out of both.
-
-    Args:
-        problem: a violated constraint.
-        values: that fields may take, by field.
-        recheck: the violated constraints after fields have other values.
-    """
+    """The message about a constraint. Where all `values` of a field that keep it violate another one, which `recheck`
+    finds, it names that first and has the ways out of both."""
     if not isinstance(problem, Problem):
         return problem
     known = frozenset(map(fields_of, recheck({})))

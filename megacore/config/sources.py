@@ -35,22 +35,17 @@ _DERIVED: Mapping[str, Callable[[Config], Any]] = {
 
 
 def built(kind: type[C], given: Mapping[str, Any], **defaults: Mapping[str, Any]) -> C:
-    """A configuration of values by field. A required field without a value is None, which `validate` reports.
-
-    A default or a value of a preset that has no effect beside the given values is left out, as a rule would take it for
-    a given one.
-
-    Args:
-        kind: the entry point's kind of configuration.
-        given: values that count most.
-        defaults: values of `theirs`, below the preset, and of `former`, above it.
-    """
+    """A configuration of values by field, `given` above `defaults`. A required field without a value is None, which
+    `validate` reports."""
     preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
+        # The tokenizer knows better: a preset's size would pad or cut its vocabulary.
         preset.pop("vocab_size", None)
     theirs, former = defaults.get("theirs", {}), defaults.get("former", {})
+    # The order is the precedence: each source overrides those before it.
     below = {**kind.defaults({**preset, **given}), **theirs, **preset, **former}
     values = {**below, **given}
+    # A value that nobody typed is left out where it has no effect: a rule would refuse it as if it were given.
     idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
     chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
     read = {chosen, *(OPTIMIZERS[chosen].shares if chosen in OPTIMIZERS else ())}
@@ -66,31 +61,18 @@ def built(kind: type[C], given: Mapping[str, Any], **defaults: Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sources(Generic[C]):
-    """What each source sets, by field.
+    """What each source sets, by field."""
 
-    Attributes:
-        kind: the entry point's kind of configuration.
-        flags: the command line; settings of other trainers become values of it.
-        typed: values by field that flags of this program set.
-        file: --config.
-        path: of that file; None: it is not given.
-        shape: of a file that describes the model.
-        former: settings of the run that is continued.
-        theirs: defaults of another trainer.
-        problems: why a file that describes the model is refused.
-        notes: on flags that are read otherwise than they are written.
-    """
-
-    kind: type[C]
-    flags: Given
-    typed: Mapping[str, Any]
+    kind: type[C]  # the entry point's kind of configuration
+    flags: Given  # the command line; settings of other trainers become values of it
+    typed: Mapping[str, Any]  # values by field that flags of this program set
     file: Given = field(default_factory=Given)
-    path: str | None = None
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    former: Mapping[str, Any] = field(default_factory=dict)
-    theirs: Mapping[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    path: str | None = None  # of that file; None: it is not given
+    shape: Mapping[str, Any] = field(default_factory=dict)  # of a file that describes the model
+    former: Mapping[str, Any] = field(default_factory=dict)  # settings of the run that is continued
+    theirs: Mapping[str, Any] = field(default_factory=dict)  # defaults of another trainer
+    problems: list[str] = field(default_factory=list)  # why a file that describes the model is refused
+    notes: list[str] = field(default_factory=list)  # on flags that are read otherwise than they are written
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""How a field is spelled on a command line: as a flag, or as a parameter of another field's flag.
-
-A setting that means something only together with another one is a parameter of its flag: `--rope-scaling yarn factor=4
-no-truncate`. parameters.toml lists them.
-"""
+"""How a field is spelled on a command line: as a flag, or as a parameter of another field's flag. A setting that means
+something only together with another one is a parameter of its flag: `--rope-scaling yarn factor=4 no-truncate`.
+parameters.toml lists them."""
 
 from __future__ import annotations
 
@@ -91,13 +89,8 @@ def with_value(flag: str, value: str) -> str:
 
 
 def flag_and_value(field: str, value: Any, *, own: bool = False) -> str:
-    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`.
-
-    Args:
-        field: its name.
-        value: of the field.
-        own: a parameter is spelled as its alias.
-    """
+    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`;
+    `own`: a parameter is spelled as its alias."""
     name = own_flag(field) if own else flag(field)
     if isinstance(value, bool):
         return name if value else negative(name)

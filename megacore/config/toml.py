@@ -1,9 +1,6 @@
-"""The TOML form of a configuration: one table per section ([model], [parallel], ...), keys named as the fields.
-
-Reading collects every problem with its line in the file. Writing is atomic, and what is written reads back equal. A key
-has one name and one table: dashes, aliases and keys outside their table are refused with the right spelling, so that
-two files with the same meaning look the same.
-"""
+"""The TOML form of a configuration: one table per section ([model], [parallel], ...), keys named as the fields. Every
+problem is collected, with its line. Writing is atomic, and what is written reads back equal. Dashes, aliases and keys
+outside their table are refused with the right spelling, so that two files with the same meaning look the same."""
 
 from __future__ import annotations
 
@@ -40,11 +37,8 @@ _EXPECTED = {
 
 
 def save_toml(config: Config, path: str | Path) -> None:
-    """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically.
-
-    Raises:
-        ConfigError: a name in it is not valid UTF-8, which TOML cannot hold.
-    """
+    """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically. Raises
+    ConfigError where a name in it is not valid UTF-8, which TOML cannot hold."""
     path = Path(path)
     tables = {
         name: {key: value for key, value in getattr(config, name).as_written().items() if value is not None}
@@ -61,12 +55,7 @@ def save_toml(config: Config, path: str | Path) -> None:
 
 
 def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
-    """Reads the values of a TOML file by field, and every problem in it.
-
-    Args:
-        path: the file.
-        kind: the kind of configuration that it holds.
-    """
+    """The values of a TOML file by field, and every problem in it."""
     given = Given(unread=set(all_fields(kind)))  # until the file is read, it may set any of them
     try:
         if problem := unreadable(path):
@@ -121,12 +110,8 @@ def _field(kind: type[Config], table: str, key: str) -> FieldInfo | None:
 
 
 def _converted(value: Any, info: FieldInfo) -> Any:
-    """The value in its field's type. Only an integer to a float and an array to a tuple are converted.
-
-    Raises:
-        TypeError: the value has another type.
-        OverflowError: the number is too large.
-    """
+    """The value in its field's type. Raises TypeError or OverflowError."""
+    # TOML has 1 and 1.0, and users write either. `type`, as a bool would pass for an int.
     if info.kind is float and type(value) is int:
         return float(value)
     if info.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):

@@ -1,8 +1,6 @@
-"""Every violated constraint of a configuration, each with the way out.
-
-A section validates its fields (`Section.wrong_fields`) and what must hold between them (`Section.violated`). What must
-hold between sections is in constraints.py. missing_files.py asks the disk.
-"""
+"""Every violated constraint of a configuration, each with the way out. A section validates its fields
+(`Section.wrong_fields`) and what must hold between them (`Section.violated`). What must hold between sections is in
+constraints.py. missing_files.py asks the disk."""
 
 from __future__ import annotations
 
@@ -22,26 +20,18 @@ from megacore.config.spelling import flag
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The constraints of a configuration, and of what it would be with other values.
+    """The constraints of a configuration, and of what it would be with other values."""
 
-    Attributes:
-        config: the configuration to check, resolved or not; none of its values need be valid.
-        world_size: the number of processes of the run.
-        unread: fields that were given a value which could not be read. Constraints on them are not checked.
-        follows_degrees: the run is planned for as many processes as its degrees say; other degrees change their number.
-        searched: what a search chooses that begins from the run: degrees whose product does not divide its ranks are
-            no way out.
-        on_cpu: as for `violations`.
-        further: constraints of the caller.
-    """
-
-    config: Config
-    world_size: int
+    config: Config  # the configuration to check, resolved or not; none of its values need be valid
+    world_size: int  # the number of processes of the run
+    # Fields that were given a value which could not be read. Constraints on them are not checked.
     unread: frozenset[str] = frozenset()
+    # The run is planned for as many processes as its degrees say; other degrees change their number.
     follows_degrees: bool = False
+    # What a search chooses that begins from the run: degrees whose product does not divide its ranks are no way out.
     searched: Searched | None = None
-    on_cpu: bool | None = None
-    further: Callable[[Config], list[str]] | None = None
+    on_cpu: bool | None = None  # as for `violations`
+    further: Callable[[Config], list[str]] | None = None  # constraints of the caller
 
     def messages(self) -> list[str]:
         """One message per problem. It names the flags, their values, the constraint and the ways out, which are tried
@@ -111,15 +101,7 @@ def degrees_product(config: Config) -> int:
 def violations(
     config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
 ) -> list[str]:
-    """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid.
-
-    Args:
-        config: the configuration to check; none of its values need be valid.
-        world_size: the number of processes of the run.
-        unread: fields that were given a value which could not be read.
-        on_cpu: whether the ranks compute on a CPU, whose defaults the rules then see, or else on accelerators. None:
-            not known, and what the device decides counts as off.
-    """
+    """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid."""
     names, idle = sections_of(type(config)), idle_optimizers(config)
     sections: list[Section] = [getattr(config, name) for name in names]
     # A value that nothing reads need not be in its range.

@@ -166,10 +166,7 @@ def export_dcp(source: Path, target: Path, names: str) -> None:
 
 def _require_titan(config: Mapping[str, Any]) -> None:
     """The files have no configuration, so that torchtitan would compute its Llama from any weights of these shapes.
-
-    Raises:
-        CheckpointError: it would be another model than this one.
-    """
+    Raises CheckpointError where it would be another model than this one."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", "default")
     other = None if config.get("model_type") == "llama" else f"model_type {config.get('model_type')}"

@@ -45,19 +45,12 @@ _ROWS_BYTES = 1 << 26  # of the rows of a matrix that a linear layer reads at a 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far two models agree.
+    """How far two models agree."""
 
-    Attributes:
-        tokens: positions that were compared.
-        difference: the largest difference of two logits.
-        largest: the largest logit.
-        same_choice: share of the positions at which both find the same token the likeliest.
-    """
-
-    tokens: int
-    difference: float
-    largest: float
-    same_choice: float
+    tokens: int  # positions that were compared
+    difference: float  # the largest difference of two logits
+    largest: float  # the largest logit
+    same_choice: float  # share of the positions at which both find the same token the likeliest
 
     def __str__(self) -> str:
         return (
@@ -97,8 +90,6 @@ def compare(
     """Read both sides and run both models.
 
     Args:
-        hf: a directory of transformers.
-        checkpoint: a checkpoint of megacore.
         tokens: [1, s] token ids.
         rounded: the directory's dtype where the checkpoint was rounded to it.
         ignored: fields of config.json that the conversion left out. transformers reads them.
@@ -134,7 +125,6 @@ def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | Non
     """Token ids to compare on, [1, s].
 
     Args:
-        config: the model.
         tokenizer: a directory that may hold a tokenizer; without one the text's bytes are the tokens.
         file: a text; None: a built-in one.
 
@@ -251,11 +241,10 @@ def _their_model(model: HFModel) -> Any:
     """The model that transformers' from_pretrained builds from a directory, its parameters left on the disk.
 
     It is handed a hollow tensor for each stored one: of the same name and shape, but one number in memory, which
-    identifies it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing
-    or unexpected, as when a user loads the directory.
+    identifies it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing or
+    unexpected, as when a user loads the directory.
 
-    Raises:
-        CheckpointError: transformers would load another model than the one that is stored.
+    Raises CheckpointError where transformers would load another model than the one that is stored.
     """
     transformers = _transformers()
     stored = list(model.directory.tensors.values())

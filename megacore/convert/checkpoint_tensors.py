@@ -40,21 +40,17 @@ class CheckpointTensors:
         path: a checkpoint, or a run's output directory.
         averaged: read the average of the weights (--ema-decay) in place of the weights.
 
-    Attributes:
-        directory: the checkpoint.
-        manifest: what it says.
-        config: the model that it is of, resolved.
-        bert: its BERT section; None: it predicts the next token.
-
     Raises:
-        CheckpointError: a file is missing or damaged, the manifest does not describe a model, or there is no average.
+        CheckpointError: a file is missing or damaged, the manifest does not describe a model, or there is no
+            average.
     """
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.directory = find_checkpoint(path)
-        self.manifest = read_manifest(self.directory)
-        self.config = trained_model(self.manifest, self.directory)
+        self.manifest = read_manifest(self.directory)  # what it says
+        self.config = trained_model(self.manifest, self.directory)  # the model that it is of, resolved
         paired = "bert" in self.manifest.config
+        # Its BERT section; None: it predicts the next token.
         self.bert = section_of(self.manifest, self.directory, "bert", ResolvedBert) if paired else None
         if averaged and EMA.name not in self.manifest.tensors:
             raise CheckpointError(
@@ -138,11 +134,8 @@ def write_shards(
     """Write tensors into safetensors files, each as it comes.
 
     Args:
-        directory: of the files.
         stem: the files' name: `model` gives model.safetensors, or model-00001-of-00003.safetensors.
         types_of: dtype and shape of all tensors, in the order in which they come.
-        tensors: the tensors.
-        most_bytes: of a file.
 
     Returns:
         Name of each tensor -> its file.
@@ -174,11 +167,8 @@ def write_weights(
     """Write a checkpoint with only weights, at step 0, from which a run starts.
 
     Args:
-        directory: of the files.
         config: of a run with the model.
         types_of: dtype and shape of all tensors, in the order in which they come.
-        tensors: the tensors.
-        most_bytes: of a file.
         others: further files of the directory, to list in the manifest.
         tokenizer: fingerprint of the tokenizer among them.
         buffers: names of tensors that are no weights.

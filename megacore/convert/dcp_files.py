@@ -1,8 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): an index, .metadata, and files with the pieces of each tensor.
-
-Any ranks may have written it, with any way of dividing tensors: the index says which elements each piece has. It is a
-pickle of classes of torch's, of which only the fields are read here (pickled.py).
-"""
+"""Checkpoints of torch.distributed.checkpoint (DCP): an index, .metadata, and files with the pieces of each tensor. Any
+ranks may have written it, with any way of dividing tensors: the index says which elements each piece has. It is a
+pickle of classes of torch's, of which only the fields are read here (pickled.py)."""
 
 from __future__ import annotations
 
@@ -51,44 +49,26 @@ KNOWN: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Where a piece of a tensor lies.
+    """Where a piece of a tensor lies."""
 
-    Attributes:
-        start: its first element in each dimension.
-        shape: of the piece.
-        file: its file.
-        offset, length: its bytes in the file.
-    """
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    start: tuple[int, ...]  # its first element in each dimension
+    shape: tuple[int, ...]  # of the piece
     file: Path
-    offset: int
+    offset: int  # offset, length: its bytes in the file
     length: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInPieces:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        name: its name.
-        shape: of the whole tensor.
-        dtype: its dtype.
-        pieces: that it consists of.
-    """
+    """A tensor of a checkpoint."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)  # that it consists of
 
     def read(self) -> Tensor:
-        """The whole tensor.
-
-        Raises:
-            CheckpointError: a piece is damaged, or the pieces do not cover the tensor.
-        """
+        """The whole tensor. Raises CheckpointError where a piece is damaged, or the pieces do not cover the tensor."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         filled = 0
         for piece in self.pieces:
@@ -108,11 +88,8 @@ class TensorInPieces:
 
 
 def open_dcp(directory: Path) -> dict[str, TensorInPieces]:
-    """The tensors of a checkpoint by name; none is read.
-
-    Raises:
-        CheckpointError: the index is missing or damaged, holds what megacore does not load, or contradicts the files.
-    """
+    """The tensors of a checkpoint by name; none is read. Raises CheckpointError where the index is missing or damaged,
+    holds what megacore does not load, or contradicts the files."""
     index = inside(directory, INDEX)
     root = unpickle(index, KNOWN)
     if not isinstance(root, Record):
@@ -182,12 +159,8 @@ def _dtype(entry: Record) -> torch.dtype:
 
 
 def write_dcp(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that `torch.distributed.checkpoint.load` reads on any number of ranks.
-
-    Args:
-        directory: to create the files in.
-        tensors: by name.
-    """
+    """Write a checkpoint that `torch.distributed.checkpoint.load` reads on any number of ranks. `directory`: to create
+    the files in."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is one process
         save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=True)

@@ -37,19 +37,12 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint of DeepSpeed's.
-
-    Attributes:
-        path: its directory.
-        model: what the model files hold, [mp rank][data-parallel rank].
-        layers: the weights of a pipeline's layers, by number and mp rank.
-        optimizer: the files of the optimizer's state, [mp rank][data-parallel rank].
-    """
+    """A checkpoint of DeepSpeed's."""
 
     path: Path
-    model: dict[int, list[Mapping[str, Any]]]
-    layers: dict[int, dict[int, dict[str, Tensor]]]
-    optimizer: dict[int, list[Path]]
+    model: dict[int, list[Mapping[str, Any]]]  # what the model files hold, [mp rank][data-parallel rank]
+    layers: dict[int, dict[int, dict[str, Tensor]]]  # the weights of a pipeline's layers, by number and mp rank
+    optimizer: dict[int, list[Path]]  # the files of the optimizer's state, [mp rank][data-parallel rank]
 
     @property
     def args(self) -> argparse.Namespace | None:
@@ -58,11 +51,8 @@ class DeepSpeedCheckpoint:
         return found if isinstance(found, argparse.Namespace) else None
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights of a model that is not divided, by the names that the program gave them.
-
-        Raises:
-            CheckpointError: it is divided, or files contradict each other.
-        """
+        """The weights of a model that is not divided, by the names that the program gave them. Raises CheckpointError
+        where it is divided, or files contradict each other."""
         if self.layers:
             names = [f"layer {number}: {next(iter(ranks[min(ranks)]), '')}" for number, ranks in self.layers.items()]
             raise CheckpointError(
@@ -117,11 +107,8 @@ class DeepSpeedCheckpoint:
         return dict(_of_stage_2(groups, parts, self.path))
 
     def megatron_ranks(self) -> list[list[RankFile]]:
-        """The weights as Megatron-LM's files have them, [0][tp]; a pipeline's layers as one stage.
-
-        Raises:
-            CheckpointError: it is not of Megatron-DeepSpeed's.
-        """
+        """The weights as Megatron-LM's files have them, [0][tp]; a pipeline's layers as one stage. Raises
+        CheckpointError where it is not of Megatron-DeepSpeed's."""
         args = self.args
         assert args is not None
         version = self.model[0][0].get("checkpoint_version", 3.0)
@@ -166,14 +153,8 @@ class DeepSpeedCheckpoint:
 
 
 def open_deepspeed(path: Path) -> DeepSpeedCheckpoint:
-    """Look at a checkpoint of DeepSpeed's.
-
-    Args:
-        path: a global_stepN directory, or the one above it, whose file `latest` names it.
-
-    Raises:
-        CheckpointError: files are missing, or hold what megacore does not load.
-    """
+    """Look at a checkpoint of DeepSpeed's. `path`: a global_stepN directory, or the one above it, whose file `latest`
+    names it. Raises CheckpointError where files are missing, or hold what megacore does not load."""
     directory = _directory(path)
     model: dict[tuple[int, int], Path] = {}
     optimizer: dict[tuple[int, int], Path] = {}

@@ -1,8 +1,6 @@
-"""The tokenizer of an export: the one that the checkpoint was trained with, as its manifest vouches for it.
-
-A file that the manifest does not list is not carried, since nothing says that it is the one that was saved. Another
-directory's tokenizer is taken only where its ids mean the same.
-"""
+"""The tokenizer of an export: the one that the checkpoint was trained with, as its manifest vouches for it. A file that
+the manifest does not list is not carried, since nothing says that it is the one that was saved. Another directory's
+tokenizer is taken only where its ids mean the same."""
 
 from __future__ import annotations
 
@@ -21,30 +19,17 @@ _VOCABULARIES = frozenset(("tokenizer.json", "tokenizer.model", "spiece.model", 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTokenizer:
-    """What an export carries.
+    """What an export carries."""
 
-    Attributes:
-        directory: where the files lie; None where there is none.
-        files: the files.
-        note: what a user should know about it.
-    """
-
-    directory: Path | None
+    directory: Path | None  # where the files lie; None where there is none
     files: list[Path]
-    note: str | None = None
+    note: str | None = None  # what a user should know about it
 
 
 def export_tokenizer(tensors: CheckpointTensors, like: Path | None) -> ExportTokenizer:
-    """Choose and verify a tokenizer.
-
-    Args:
-        tensors: the checkpoint.
-        like: a directory of transformers whose files to take over.
-
-    Raises:
-        CheckpointError: a file of the checkpoint's is damaged, or `like` has another tokenizer.
-        DataError: a tokenizer cannot be read.
-    """
+    """Choose and verify a tokenizer. `like`: a directory of transformers whose files to take over. Raises
+    CheckpointError where a file of the checkpoint's is damaged, or `like` has another tokenizer; DataError where a
+    tokenizer cannot be read."""
     kept = _tokenizer_of_checkpoint(tensors)
     if like is None:
         return kept

@@ -37,27 +37,16 @@ KEPT_SOURCE = "hf_source.json"
 
 @dataclass(frozen=True, kw_only=True)
 class HFModel:
-    """A directory of transformers that megacore can represent.
-
-    Attributes:
-        directory: its files.
-        family: its kind.
-        config: the model, resolved.
-        bert: its BERT section, if it is a BERT.
-        plan: its tensors.
-        stored: the tensors of its files.
-        unknown: fields of its config.json that megacore does not know.
-        ignored: fields of its config.json that are left out.
-    """
+    """A directory of transformers that megacore can represent."""
 
     directory: HFDirectory
     family: Family
-    config: ResolvedModel
-    bert: ResolvedBert | None
+    config: ResolvedModel  # the model, resolved
+    bert: ResolvedBert | None  # its BERT section, if it is a BERT
     plan: list[Step]
-    stored: StoredTensors
-    unknown: tuple[str, ...]
-    ignored: tuple[str, ...]
+    stored: StoredTensors  # the tensors of its files
+    unknown: tuple[str, ...]  # fields of its config.json that megacore does not know
+    ignored: tuple[str, ...]  # fields of its config.json that are left out
 
     def read(self, step: Step) -> Tensor:
         """One of megacore's tensors, whole, in the dtype that it is stored in."""
@@ -65,15 +54,8 @@ class HFModel:
 
 
 def open_model(path: Path, ignored: Sequence[str] = ()) -> HFModel:
-    """Look at a directory of transformers; no tensor is read, but for a tied one that is stored twice.
-
-    Args:
-        path: the directory.
-        ignored: fields of config.json to leave out.
-
-    Raises:
-        CheckpointError: what megacore cannot read or represent exactly.
-    """
+    """Look at a directory of transformers; no tensor is read, but for a tied one that is stored twice. `ignored`:
+    fields of config.json to leave out. Raises CheckpointError with what megacore cannot read or represent exactly."""
     directory = open_directory(path, ignored)
     family = family_of(directory.config, directory.where)
     described = family.describe(directory.config, directory.where)
@@ -99,15 +81,7 @@ def open_model(path: Path, ignored: Sequence[str] = ()) -> HFModel:
 
 def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
     """Write a checkpoint of the weights, in the dtypes that they have, with the files that belong to the model.
-
-    Args:
-        model: what to write.
-        target: an empty directory.
-        most_bytes: of a file.
-
-    Raises:
-        DataError: its tokenizer cannot be read.
-    """
+    `target`: an empty directory. Raises DataError where its tokenizer cannot be read."""
     tokenizer = carried_tokenizer(model.directory.path)
     tensors = model.stored.tensors
     types_of = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}

@@ -45,17 +45,11 @@ _MOST_FILES = 4096  # of weights
 
 @dataclass(frozen=True, kw_only=True)
 class HFDirectory:
-    """What a directory holds.
-
-    Attributes:
-        path: the directory.
-        config: its config.json, without the fields to ignore.
-        tensors: where every tensor lies, by its stored name.
-    """
+    """What a directory holds."""
 
     path: Path
-    config: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    config: dict[str, Any]  # its config.json, without the fields to ignore
+    tensors: dict[str, StoredTensor]  # where every tensor lies, by its stored name
 
     @property
     def where(self) -> str:
@@ -64,15 +58,8 @@ class HFDirectory:
 
 
 def open_directory(path: Path, ignored: Sequence[str] = ()) -> HFDirectory:
-    """Look at a directory of transformers, and check all that can be checked without reading a tensor.
-
-    Args:
-        path: the directory.
-        ignored: fields of config.json to leave out.
-
-    Raises:
-        CheckpointError: what is wrong with it, by file.
-    """
+    """Look at a directory of transformers, and check all that can be checked without reading a tensor. `ignored`:
+    fields of config.json to leave out. Raises CheckpointError with what is wrong with it, by file."""
     config = read_config(path, ignored)
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
@@ -87,15 +74,8 @@ def open_directory(path: Path, ignored: Sequence[str] = ()) -> HFDirectory:
 
 
 def read_config(path: Path, ignored: Sequence[str] = ()) -> dict[str, Any]:
-    """The config.json of a directory.
-
-    Args:
-        path: the directory.
-        ignored: fields to leave out (--ignore-config-field).
-
-    Raises:
-        CheckpointError: there is no such directory or file, or it cannot be read, or it has no such field.
-    """
+    """The config.json of a directory. `ignored`: fields to leave out (--ignore-config-field). Raises CheckpointError
+    where there is no such directory or file, or it cannot be read, or it has no such field."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory: give a directory with {CONFIG} and safetensors files")
     if not (path / CONFIG).exists():
@@ -110,22 +90,16 @@ def read_config(path: Path, ignored: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def carried_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none, or none that megacore reads without transformers.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The tokenizer in a directory; None where there is none, or none that megacore reads without transformers. Raises
+    DataError where it is damaged."""
     if directory is None or not any((directory / name).exists() for name in _READABLE):
         return None
     return load_tokenizer(directory)
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The file of a plain name in a directory.
-
-    Raises:
-        CheckpointError: the name leads out of the directory, directly or by a link, or there is no such file.
-    """
+    """The file of a plain name in a directory. Raises CheckpointError where the name leads out of the directory,
+    directly or by a link, or there is no such file."""
     if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise CheckpointError(f"{directory} names a file outside itself, {name[:80]!r}: it is not to be trusted")
     path = directory / name
@@ -182,11 +156,8 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
 
 
 def present(directory: Path, names: tuple[str, ...]) -> list[Path]:
-    """Those of some files that a directory has, each checked.
-
-    Raises:
-        CheckpointError: one leads out of the directory, or is far too large.
-    """
+    """Those of some files that a directory has, each checked. Raises CheckpointError where one leads out of the
+    directory, or is far too large."""
     paths = [inside(directory, name) for name in names if os.path.lexists(directory / name)]
     for path in paths:
         if path.stat().st_size > _LARGEST_FILE:

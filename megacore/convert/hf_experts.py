@@ -26,12 +26,8 @@ _BLOCK_OF_MIXTRAL = ".block_sparse_moe."
 
 
 def experts_apart(tensors: Source, model_type: str) -> Source:
-    """Tensors by the names of a directory of transformers; those that have them already stay as they are.
-
-    Args:
-        tensors: by the names that parameters have in memory.
-        model_type: of config.json.
-    """
+    """Tensors by the names of a directory of transformers; those that have them already stay as they are. `tensors`: by
+    the names that parameters have in memory."""
     is_mixtral = model_type == "mixtral"
     gate, up, down = _OF_MIXTRAL if is_mixtral else _PROJECTIONS
     last, found = _LastRead(), dict[str, tuple[torch.dtype, tuple[int, ...], Read]]()
@@ -65,12 +61,7 @@ class _LastRead:
 
 
 def experts_stacked(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """The reverse of `experts_apart`.
-
-    Args:
-        tensors: by the names of a directory.
-        model_type: of config.json.
-    """
+    """The reverse of `experts_apart`. `tensors`: by the names of a directory."""
     is_mixtral = model_type == "mixtral"
     block = re.escape(_BLOCK_OF_MIXTRAL if is_mixtral else ".mlp.")
     names = _OF_MIXTRAL if is_mixtral else _PROJECTIONS

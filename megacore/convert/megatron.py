@@ -1,7 +1,5 @@
 """From a checkpoint of Megatron-LM's torch format to one of megacore: ranks merged, rows put into megacore's order.
-
-Legend: t tensor-parallel ranks; n heads of a rank, of d dimensions.
-"""
+Legend: t tensor-parallel ranks; n heads of a rank, of d dimensions."""
 
 from __future__ import annotations
 
@@ -38,36 +36,22 @@ class _Merged:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronModel:
-    """A checkpoint of Megatron-LM's that megacore can represent.
+    """A checkpoint of Megatron-LM's that megacore can represent."""
 
-    Attributes:
-        path: where it lies.
-        config: the model, resolved.
-        version: of the order of query, key and value.
-        ranks: tensor-parallel ranks.
-        stages: pipeline ranks.
-        padded: rows of the embedding in the files.
-        merged: its tensors by megacore's names, a gated MLP's two still as one, and every expert's apart.
-        shapes: what megacore's model has.
-        buffers: which of these are no weights, and fp32.
-    """
-
-    path: Path
-    config: ResolvedModel
-    version: float
+    path: Path  # where it lies
+    config: ResolvedModel  # the model, resolved
+    version: float  # of the order of query, key and value
     ranks: int
     stages: int
-    padded: int
+    padded: int  # rows of the embedding in the files
+    # Its tensors by megacore's names, a gated MLP's two still as one, and every expert's apart.
     merged: dict[str, _Merged]
-    shapes: dict[str, tuple[int, ...]]
-    buffers: frozenset[str]
+    shapes: dict[str, tuple[int, ...]]  # what megacore's model has
+    buffers: frozenset[str]  # which of these are no weights, and fp32
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, one at a time.
-
-        Raises:
-            CheckpointError: copies that should be equal differ, or a shape is not the model's.
-        """
+        """Every tensor of the model, one at a time. Raises CheckpointError where copies that should be equal differ, or
+        a shape is not the model's."""
         for name, shape in self.shapes.items():
             names = stacked_names(name, shape)
             is_stack = names != [name]
@@ -137,7 +121,6 @@ def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None
 
     Args:
         files: of all ranks, [pp][tp].
-        path: where they lie.
         vocab_size: the vocabulary's true size; None: as its args say, and else with its padding.
 
     Raises:
@@ -259,11 +242,8 @@ def _merged_name(name: str) -> str:
 
 
 def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> None:
-    """Write a checkpoint of the weights, and compare what was written with what was read.
-
-    Raises:
-        CheckpointError: they differ, or the files do not fit each other.
-    """
+    """Write a checkpoint of the weights, and compare what was written with what was read. Raises CheckpointError where
+    they differ, or the files do not fit each other."""
     types_of = {name: (model.dtype(name), shape) for name, shape in model.shapes.items()}
     config = whole_config(model.config, None)
     write_weights(target, config, types_of, model.tensors(), most_bytes=most_bytes, buffers=model.buffers)

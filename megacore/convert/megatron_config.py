@@ -25,10 +25,8 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
     """The model of a checkpoint, resolved.
 
     Args:
-        args: its flags.
         padded: rows of its embedding, with padding.
         vocab_size: the vocabulary's size if the user gave it.
-        where: the checkpoint, for messages.
 
     Raises:
         CheckpointError: everything that megacore cannot represent exactly, by flag.

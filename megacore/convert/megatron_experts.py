@@ -35,8 +35,6 @@ def expert_matrices(chunk: Mapping[str, Tensor], first: int, held: int, hidden: 
     Args:
         chunk: the tensors by Megatron core's names.
         first: number of the rank's first expert, from which N counts.
-        held: E.
-        hidden: h.
 
     Raises:
         ValueError: a tensor of several experts has a size that is no multiple of their number.
@@ -78,13 +76,8 @@ def stacked_names(name: str, shape: tuple[int, ...]) -> list[str]:
 
 
 def experts_of(args: Mapping[str, Any], layers: Any, problems: list[str]) -> ExpertsConfig | None:
-    """The experts of a checkpoint; None: it has none, or they cannot be represented.
-
-    Args:
-        args: Megatron-LM's flags.
-        layers: number of blocks.
-        problems: what megacore cannot represent exactly is added here, by flag.
-    """
+    """The experts of a checkpoint; None: it has none, or they cannot be represented. `problems`: what megacore cannot
+    represent exactly is added here, by flag."""
     number = args.get("num_experts") or args.get("num_moe_experts")
     if not number or number == [1]:  # which Megatron-DeepSpeed writes for a dense model
         return None

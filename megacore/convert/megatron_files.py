@@ -1,7 +1,5 @@
-"""Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: only data is read.
-
-Besides tensors and plain values, argparse.Namespace is loaded, in which Megatron-LM keeps its flags (pickled.py).
-"""
+"""Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: only data is read. Besides
+tensors and plain values, argparse.Namespace is loaded, in which Megatron-LM keeps its flags (pickled.py)."""
 
 from __future__ import annotations
 
@@ -27,26 +25,15 @@ _DEEPEST = 32  # tables within tables, of which Megatron-LM has about ten
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """What one rank wrote.
-
-    Attributes:
-        path: the file.
-        tp: tensor-parallel rank.
-        pp: pipeline rank.
-        ep: expert-parallel rank.
-        args: Megatron-LM's flags.
-        version: of the order of query, key and value.
-        iteration: steps done.
-        chunks: the tensors of each of its virtual stages, by dotted name.
-    """
+    """What one rank wrote."""
 
     path: Path
     tp: int
     pp: int
     args: dict[str, Any]
-    version: float
+    version: float  # of the order of query, key and value
     iteration: int
-    chunks: list[dict[str, Tensor]]
+    chunks: list[dict[str, Tensor]]  # the tensors of each of its virtual stages, by dotted name
     ep: int = 0
 
     def __post_init__(self) -> None:
@@ -55,14 +42,9 @@ class RankFile:
 
 
 def open_ranks(path: Path) -> list[list[RankFile]]:
-    """The files of all ranks, [pp][ep tp]: those of the first expert-parallel rank, then those of the next one.
-
-    Args:
-        path: an iter_NNNNNNN directory, or the directory that holds it and says which is the latest.
-
-    Raises:
-        CheckpointError: files are missing, or hold what megacore does not load.
-    """
+    """The files of all ranks, [pp][ep tp]: those of the first expert-parallel rank, then those of the next one. `path`:
+    an iter_NNNNNNN directory, or the directory that holds it and says which is the latest. Raises CheckpointError where
+    files are missing, or hold what megacore does not load."""
     directory = iteration_directory(path)
     found: dict[tuple[str, ...], Path] = {}
     for entry in sorted(directory.iterdir()):
@@ -147,11 +129,8 @@ def _numbers_of(numbers: list[int], args: dict[str, Any]) -> tuple[int, int, int
 
 
 def flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Nested tables as dotted names; what is no tensor is not a weight.
-
-    Raises:
-        ValueError: the tables are nested too deep, or one is there twice, perhaps in itself.
-    """
+    """Nested tables as dotted names; what is no tensor is not a weight. Raises ValueError where the tables are nested
+    too deep, or one is there twice, perhaps in itself."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):

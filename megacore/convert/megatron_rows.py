@@ -62,13 +62,8 @@ def split_of(ours: str) -> Split:
 
 
 def read_fields(args: Mapping[str, Any], section: type[Section], problems: list[str]) -> dict[str, Any]:
-    """The fields of a section that are flags of Megatron-LM, the model's or the experts'.
-
-    Args:
-        args: the flags.
-        section: whose fields.
-        problems: what is of a wrong kind, or would be another model than megacore's, is added here.
-    """
+    """The fields of a section that are flags of Megatron-LM, the model's or the experts'. `problems`: what is of a
+    wrong kind, or would be another model than megacore's, is added here."""
     suffix = "_of_experts" if "num_experts" in field_infos(section) else ""
     for values, names in _TABLES[f"only{suffix}"].items():
         allowed = json.loads(f"[{values}]")

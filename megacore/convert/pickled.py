@@ -76,15 +76,8 @@ class Record:
 
 def load(path: Path, *, deepspeed: bool = False) -> Any:
     """What torch.save wrote, with argparse.Namespace, in which Megatron-LM keeps its flags; only tensors that are used
-    are brought into memory, where the file's form allows it.
-
-    Args:
-        path: the file.
-        deepspeed: it may mention DeepSpeed's names of pickles.toml too, beside Megatron-LM's.
-
-    Raises:
-        CheckpointError: it mentions anything else, or is damaged.
-    """
+    are brought into memory, where the file's form allows it. `deepspeed`: it may mention DeepSpeed's names of
+    pickles.toml too, beside Megatron-LM's. Raises CheckpointError where it mentions anything else, or is damaged."""
     unneeded = NAMES["megatron"] + (NAMES["deepspeed"] if deepspeed else [])
     known: list[Any] = [argparse.Namespace, *((Inert, name) for name in unneeded)]
     try:
@@ -151,17 +144,11 @@ def _require_stored(file: BinaryIO, size: int) -> None:
 
 @dataclass(slots=True)
 class _Size:
-    """Of a value that a pickle describes.
+    """Of a value that a pickle describes."""
 
-    Attributes:
-        values: in it, itself included; what is there several times counts as often.
-        depth: of containers within each other.
-        is_open: whether it may still grow: nothing holds it yet.
-    """
-
-    values: int
-    depth: int = 0
-    is_open: bool = False
+    values: int  # in it, itself included; what is there several times counts as often
+    depth: int = 0  # of containers within each other
+    is_open: bool = False  # whether it may still grow: nothing holds it yet
 
     def hold(self, inner: list[_Size]) -> None:
         for value in inner:
@@ -191,14 +178,8 @@ class _Bounded:
 
 
 def _require_modest(file: BinaryIO) -> None:
-    """Refuse a pickle that takes much more than its own size to build, to hash or to walk through.
-
-    Args:
-        file: at the pickle's beginning; afterwards at its end.
-
-    Raises:
-        ValueError: it would, or it is damaged.
-    """
+    """Refuse a pickle that takes much more than its own size to build, to hash or to walk through. `file`: at the
+    pickle's beginning; afterwards at its end. Raises ValueError where it would, or it is damaged."""
     stack, marks, memo = list[_Size](), list[int](), dict[int, _Size]()
     single, again, start = _Size(1), 0, file.tell()
     for command, argument, place in pickletools.genops(cast(BinaryIO, _Bounded(file))):
@@ -251,21 +232,13 @@ def _apply(command: pickletools.OpcodeInfo, stack: list[_Size], marks: list[int]
 
 
 def save(path: Path, value: Any) -> None:
-    """Write a file of torch.save, for other trainers.
-
-    Args:
-        path: of the file.
-        value: tensors, plain values, containers and argparse.Namespace.
-    """
+    """Write a file of torch.save, for other trainers. `value`: tensors, plain values, containers and
+    argparse.Namespace."""
     torch.save(value, path)
 
 
 def load_tensor(data: bytes, where: str) -> Tensor:
-    """One tensor that torch.save wrote.
-
-    Raises:
-        CheckpointError: it is anything else.
-    """
+    """One tensor that torch.save wrote. Raises CheckpointError where it is anything else."""
     try:
         _require_stored(io.BytesIO(data), len(data))
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -277,16 +250,9 @@ def load_tensor(data: bytes, where: str) -> Tensor:
 
 
 def unpickle(path: Path, known: Mapping[str, Any]) -> Any:
-    """What a plain pickle describes.
-
-    Args:
-        path: the file.
-        known: what the names in it make: `torch.Size` -> tuple. Any other name is refused. No functions, and classes
-            only if built in or with `__setstate__`: a pickle can set attributes of other objects that it is given.
-
-    Raises:
-        CheckpointError: it has another name, or is damaged.
-    """
+    """What a plain pickle describes. `known`: what the names in it make: `torch.Size` -> tuple. Any other name is
+    refused. No functions, and classes only if built in or with `__setstate__`: a pickle can set attributes of other
+    objects that it is given. Raises CheckpointError where it has another name, or is damaged."""
     data = read_bounded(path, _MOST_INDEX)
 
     class Restricted(pickle.Unpickler):

@@ -1,10 +1,6 @@
-"""Which tensors of a family make which of megacore's: the family's rules, spelled out for one model.
-
-The names and shapes of megacore's tensors come from the model itself, built without memory: a rule that is missing, or
-that gives another shape, cannot go unnoticed.
-
-Shape legend: r rows and c columns of megacore's tensor.
-"""
+"""Which tensors of a family make which of megacore's: the family's rules, spelled out for one model. The names and
+shapes of megacore's tensors come from the model itself, built without memory: a rule that is missing, or that gives
+another shape, cannot go unnoticed. Shape legend: r rows and c columns of megacore's tensor."""
 
 from __future__ import annotations
 
@@ -40,26 +36,16 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One tensor of megacore's.
+    """One tensor of megacore's."""
 
-    Attributes:
-        ours: its global name.
-        shape: its global shape, [r] or [r, c].
-        theirs: the tensors of the family that it is made of.
-        sizes: rows of each of theirs, as far as this tensor needs it.
-        runs: the order of its rows.
-        transposed: theirs are stored as [c, r].
-        is_copy: theirs is one tensor, and the same.
-        is_buffer: ours is no weight, such as the biases by which experts are balanced, and stays in its dtype.
-    """
-
-    ours: str
-    shape: tuple[int, ...]
-    theirs: tuple[str, ...]
-    sizes: tuple[int, ...]
-    runs: Callable[[], Iterator[Run]]
-    transposed: bool
-    is_copy: bool
+    ours: str  # its global name
+    shape: tuple[int, ...]  # its global shape, [r] or [r, c]
+    theirs: tuple[str, ...]  # the tensors of the family that it is made of
+    sizes: tuple[int, ...]  # rows of each of theirs, as far as this tensor needs it
+    runs: Callable[[], Iterator[Run]]  # the order of its rows
+    transposed: bool  # theirs are stored as [c, r]
+    is_copy: bool  # theirs is one tensor, and the same
+    # Ours is no weight, such as the biases by which experts are balanced, and stays in its dtype.
     is_buffer: bool = False
 
     def shape_of(self, source: int) -> tuple[int, ...]:
@@ -88,15 +74,8 @@ class Step:
             rows[run.start : run.stop] = whole[first_row : first_row + run.rows]
 
     def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
-        """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else.
-
-        Args:
-            spec: the slice.
-            stored: where theirs lie, by name.
-
-        Returns:
-            fp32.
-        """
+        """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else. `stored`: where theirs lie,
+        by name. Returns fp32."""
         (first, last), *rest = spec.slices
         columns = rest[0] if rest else (0, 1)
         result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
@@ -158,11 +137,8 @@ def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]
 
 
 def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None = None) -> list[Step]:
-    """Every tensor of a model, in the order in which the model uses them.
-
-    Raises:
-        CheckpointError: the family has no rule for a tensor of the model.
-    """
+    """Every tensor of a model, in the order in which the model uses them. Raises CheckpointError where the family has
+    no rule for a tensor of the model."""
     steps, buffers = [], buffer_shapes(config, bert)
     for name, shape in (model_shapes(config, bert) | buffers).items():
         match = _BLOCK.match(name)
@@ -280,15 +256,8 @@ def _of_block(shapes: Mapping[str, tuple[int, ...]], number: int) -> dict[str, t
 
 
 def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | None, count: int, where: str) -> None:
-    """Refuse a model of far more tensors than there are, before lists of that length are made.
-
-    Args:
-        family: whose it is.
-        config: the model.
-        bert: its BERT section, if it is a BERT.
-        count: tensors that there are.
-        where: the directory, for messages.
-    """
+    """Refuse a model of far more tensors than there are, before lists of that length are made. `bert`: its BERT
+    section, if it is a BERT."""
     if config.qk_layernorm_per_head and config.num_attention_heads > count:
         raise CheckpointError(f"{where} has {count} tensors, too few for the {config.num_attention_heads} heads")
     names = their_shapes(make_plan(family, dataclasses.replace(config, num_layers=min(config.num_layers, 2)), bert))
@@ -302,18 +271,12 @@ def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | N
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors:
-    """The tensors of a directory, as a plan asks for them.
+    """The tensors of a directory, as a plan asks for them."""
 
-    Attributes:
-        tensors: name in the family -> where it lies.
-        names: name in the family -> stored name, where they differ.
-        left_out: stored names of tensors that the model does not compute with.
-        copies: stored name of a tensor that repeats another -> the name in the family of the one that it repeats.
-    """
-
-    tensors: dict[str, StoredTensor]
-    names: dict[str, str]
-    left_out: list[str]
+    tensors: dict[str, StoredTensor]  # name in the family -> where it lies
+    names: dict[str, str]  # name in the family -> stored name, where they differ
+    left_out: list[str]  # stored names of tensors that the model does not compute with
+    # Stored name of a tensor that repeats another -> the name in the family of the one that it repeats.
     copies: dict[str, str]
 
 
@@ -323,10 +286,7 @@ def find_tensors(
     """Find every tensor of a plan among the stored ones, and nothing besides.
 
     Args:
-        plan: the tensors.
-        family: whose they are.
         stored: what there is, by stored name.
-        where: the directory, for messages.
         untied: whether the model's output layer is not its embedding.
 
     Raises:

@@ -16,11 +16,7 @@ from megacore.files import sync, take_lock
 @contextlib.contextmanager
 def published(final: Path) -> Iterator[Path]:
     """Give a temporary directory beside `final`, which gets that name when the block ends well, and is removed
-    otherwise.
-
-    Raises:
-        CheckpointError: there is something of that name already, or nothing can be made there.
-    """
+    otherwise. Raises CheckpointError where there is something of that name already, or nothing can be made there."""
     if final.name in ("", ".."):
         raise CheckpointError(f"--output {final} is no name of a new directory: give one")
     _require_new(final)

@@ -1,8 +1,6 @@
-"""The ids of special tokens in a config.json that is made anew: those of the tokenizer that goes with it.
-
-A field that the file leaves out takes the default of its family, an id of the tokenizer that the family was made with.
-In another vocabulary that is any token, or none: every field is therefore written, null where there is no such token.
-"""
+"""The ids of special tokens in a config.json that is made anew: those of the tokenizer that goes with it. A field that
+the file leaves out takes the default of its family, an id of the tokenizer that the family was made with. In another
+vocabulary that is any token, or none: every field is therefore written, null where there is no such token."""
 
 from __future__ import annotations
 

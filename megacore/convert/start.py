@@ -32,14 +32,9 @@ def ignored_fields(text: str | None) -> tuple[str, ...]:
 
 
 def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's fields as the directory of `--init-from-hf` has them, where one is given.
-
-    Args:
-        given: values of the configuration's fields, from flags and file.
-
-    Raises:
-        CheckpointError: its config.json cannot be read, or megacore cannot represent it exactly.
-    """
+    """The model's fields as the directory of `--init-from-hf` has them, where one is given. `given`: values of the
+    configuration's fields, from flags and file. Raises CheckpointError where its config.json cannot be read, or
+    megacore cannot represent it exactly."""
     path = given.get("init_from_hf")
     if not isinstance(path, str) or not os.path.isdir(path):  # missing_files says so
         return {}
@@ -58,12 +53,8 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_init_from_hf(config: ResolvedConfig) -> None:
-    """Compare the flags with config.json, and look at the headers of the weight files.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-        ConfigError: every flag that contradicts config.json.
-    """
+    """Compare the flags with config.json, and look at the headers of the weight files. Raises CheckpointError where the
+    directory cannot be read; ConfigError with every flag that contradicts config.json."""
     path = config.checkpoint.init_from_hf
     if path is None:
         return
@@ -85,15 +76,9 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
 
 
 class WeightsFromHF:
-    """Initial weights from a directory of transformers (`megacore.models.initialize.InitialWeights`).
-
-    Args:
-        path: the directory.
-        ignored: fields of config.json to leave out.
-
-    Raises:
-        CheckpointError: the directory does not hold what its config.json describes.
-    """
+    """Initial weights from a directory of transformers (`megacore.models.initialize.InitialWeights`). `ignored`: fields
+    of config.json to leave out. Raises CheckpointError where the directory does not hold what its config.json
+    describes."""
 
     def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
         from megacore.convert.from_hf import open_model

@@ -1,8 +1,6 @@
-"""From a checkpoint of megacore, of any layout, to a directory of transformers.
-
-A checkpoint that came from such a directory gives it back as it was: config.json where it still describes the model,
-the names under which tensors were stored, and what was carried.
-"""
+"""From a checkpoint of megacore, of any layout, to a directory of transformers. A checkpoint that came from such a
+directory gives it back as it was: config.json where it still describes the model, the names under which tensors were
+stored, and what was carried."""
 
 from __future__ import annotations
 
@@ -43,33 +41,21 @@ _DTYPE_FIELDS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What will be written.
-
-    Attributes:
-        tensors: the checkpoint.
-        family: what the model becomes.
-        config: its config.json; None where the kept one is handed back byte for byte.
-        kept: where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers.
-        tokenizer: what goes beside it.
-        plan: its tensors.
-        names: name in the family -> stored name, where they differ.
-        copies: names under which a tied tensor is stored again -> the name in the family of the one that it is.
-        ignored: fields of config.json that were left out when the model was converted from such a directory.
-        dtype: of what is written; None: as stored.
-        notes: what a user should know.
-    """
+    """What will be written."""
 
     tensors: CheckpointTensors
-    family: Family
-    config: dict[str, Any] | None
-    kept: Path | None
-    tokenizer: ExportTokenizer
+    family: Family  # what the model becomes
+    config: dict[str, Any] | None  # its config.json; None where the kept one is handed back byte for byte
+    kept: Path | None  # where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers
+    tokenizer: ExportTokenizer  # what goes beside it
     plan: list[Step]
-    names: dict[str, str]
+    names: dict[str, str]  # name in the family -> stored name, where they differ
+    # Names under which a tied tensor is stored again -> the name in the family of the one that it is.
     copies: dict[str, str]
+    # Fields of config.json that were left out when the model was converted from such a directory.
     ignored: tuple[str, ...]
-    dtype: torch.dtype | None
-    notes: list[str]
+    dtype: torch.dtype | None  # of what is written; None: as stored
+    notes: list[str]  # what a user should know
 
 
 def plan_export(
@@ -165,9 +151,7 @@ def _kept_source(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str, 
 
 def _with_dtype(values: dict[str, Any], tensors: CheckpointTensors, notes: list[str]) -> dict[str, Any] | None:
     """A config.json that names the dtype of the checkpoint's weights; None where it does already, or names none.
-
-    transformers loads a model in the dtype that its config.json names, and would round weights that have another.
-    """
+    transformers loads a model in the dtype that its config.json names, and would round weights that have another."""
     written = _name(_widest({tensors.dtype(name) for name in tensors.shapes}))
     wrong = {name: values[name] for name in _DTYPE_FIELDS if values.get(name) not in (None, written)}
     if not wrong:
@@ -209,13 +193,7 @@ def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors) -> None:
 
 
 def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
-    """Write a directory that transformers loads.
-
-    Args:
-        export: what to write.
-        target: an empty directory.
-        most_bytes: of a file.
-    """
+    """Write a directory that transformers loads. `target`: an empty directory."""
     types_of = dict(_types_of(export))
     where = write_shards(target, "model", types_of, _converted(export), most_bytes=most_bytes)
     if len(set(where.values())) > 1:

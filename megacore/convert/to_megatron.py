@@ -40,22 +40,15 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronExport:
-    """A checkpoint that Megatron core can represent, and how it is divided.
-
-    Attributes:
-        tensors: the weights.
-        tp: tensor-parallel ranks.
-        pp: pipeline ranks.
-        norms: fused with the projection after them, as Transformer Engine has them, or apart; in torch_dist they are
-            fused for both.
-        dtype: of the output; None: as stored.
-    """
+    """A checkpoint that Megatron core can represent, and how it is divided."""
 
     tensors: CheckpointTensors
     tp: int = 1
     pp: int = 1
+    # Fused with the projection after them, as Transformer Engine has them, or apart; in torch_dist they are fused for
+    # both.
     norms: Norms = "fused"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of the output; None: as stored
 
     @property
     def config(self) -> ResolvedModel:
@@ -69,11 +62,7 @@ class MegatronExport:
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is written, of all ranks; those with a row for each token have `rows` rows, the last of them
-        zeros.
-
-        Args:
-            name: megacore's.
-        """
+        zeros."""
         value = self.tensors.read(name, self.dtype)
         if name not in _VOCABULARY:
             return value
@@ -259,14 +248,8 @@ def _state(export: MegatronExport) -> dict[str, Any]:
 
 
 def require_equal(export: MegatronExport, target: Path) -> int:
-    """Read what was written, as `--from megatron` does.
-
-    Returns:
-        The number of tensors, all bitwise those of the checkpoint.
-
-    Raises:
-        CheckpointError: one differs, or the model does.
-    """
+    """Read what was written, as `--from megatron` does. Returns the number of tensors, all bitwise those of the
+    checkpoint. Raises CheckpointError where one differs, or the model does."""
     written = open_megatron(target)
     if names := differing(written.config, export.config):
         raise CheckpointError(f"{target}: {one_of(names)} was not written as it was read; nothing was published")

@@ -37,14 +37,8 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def open_torch_dist(path: Path) -> list[list[RankFile]]:
-    """The model as that of one rank, [0][0].
-
-    Args:
-        path: an iter_NNNNNNN directory, or the one above it.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or hold what megacore does not load.
-    """
+    """The model as that of one rank, [0][0]. `path`: an iter_NNNNNNN directory, or the one above it. Raises
+    CheckpointError where files are missing or damaged, or hold what megacore does not load."""
     directory = iteration_directory(path)
     common = load(inside(directory, _COMMON))
     args = common.get("args") if isinstance(common, Mapping) else None

@@ -1,9 +1,6 @@
 """A mixture of experts from a checkpoint of a dense model (Komatsuzaki et al. 2022, arXiv 2212.05055): every expert
-begins as the feed-forward layer, and routers are drawn.
-
-A token's weights of its experts add up to 1, and its experts are equal: the mixture computes what the dense model does,
-to rounding, until training makes the experts different.
-"""
+begins as the feed-forward layer, and routers are drawn. A token's weights of its experts add up to 1, and its experts
+are equal: the mixture computes what the dense model does, to rounding, until training makes the experts different."""
 
 from __future__ import annotations
 
@@ -30,17 +27,8 @@ SEED = 1234
 
 
 def upcycled(config: ResolvedModel, where: Path, *, experts: int, chosen: int) -> ResolvedModel:
-    """The mixture that a dense model becomes.
-
-    Args:
-        config: the dense model.
-        where: its checkpoint, for messages.
-        experts: E.
-        chosen: experts that a token uses.
-
-    Raises:
-        CheckpointError: every reason why it cannot become one.
-    """
+    """The mixture that a dense model becomes. `chosen`: experts that a token uses. Raises CheckpointError where every
+    reason why it cannot become one."""
     section = ExpertsConfig(num_experts=experts, moe_router_topk=chosen)
     problems = section.problems()
     if config.experts is not None:
@@ -60,10 +48,8 @@ def write_upcycled(tensors: CheckpointTensors, model: ResolvedModel, target: Pat
     """Write the checkpoint of a mixture, at step 0, with the tokenizer of the dense one.
 
     Args:
-        tensors: of the dense model.
         model: as `upcycled` returns it.
         target: an empty directory.
-        most_bytes: of a file.
     """
     shapes = model_shapes(model)
     types_of = {name: (tensors.dtype(_source(name)), shape) for name, shape in shapes.items()}

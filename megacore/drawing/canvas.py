@@ -26,12 +26,7 @@ _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A filled rectangle.
-
-    Attributes:
-        hatched: whether it has diagonal stripes.
-        note: what it is; a browser shows it under the pointer.
-    """
+    """A filled rectangle."""
 
     x: float
     y: float
@@ -39,8 +34,8 @@ class Box:
     height: float
     fill: str
     edge: str | None = None
-    hatched: bool = False
-    note: str = ""
+    hatched: bool = False  # whether it has diagonal stripes
+    note: str = ""  # what it is; a browser shows it under the pointer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +77,6 @@ def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list
 
     Args:
         text: with spaces, at which it is divided.
-        width: in pixels.
-        size: of the font.
         bold: whether it is bold, and wider.
     """
     letters = max(int(width / (size * (0.64 if bold else 0.56))), 20)
@@ -91,12 +84,8 @@ def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list
 
 
 def save(drawing: Drawing, path: Path) -> None:
-    """Write a drawing as its name's ending says. If that fails, a file of this name stays as it was.
-
-    Raises:
-        UserError: another ending than .svg and .png, or PNG without matplotlib.
-        OSError: the file cannot be written.
-    """
+    """Write a drawing as its name's ending says. If that fails, a file of this name stays as it was. Raises UserError
+    with another ending than .svg and .png, or PNG without matplotlib; OSError where the file cannot be written."""
     require_writable(path)
     with replacing(path.resolve() if path.is_symlink() else path, durable=False) as file:
         write = _write_svg if path.suffix.lower() == ".svg" else _write_png
@@ -104,15 +93,8 @@ def save(drawing: Drawing, path: Path) -> None:
 
 
 def require_writable(path: Path, flag: str = "-o") -> None:
-    """Refuse a file that `save` could not write, before anything is drawn.
-
-    Args:
-        path: the file.
-        flag: that names it, for messages.
-
-    Raises:
-        UserError: as for `save`, or it is no regular file, or its directory does not exist or takes no files.
-    """
+    """Refuse a file that `save` could not write, before anything is drawn. `flag`: that names it, for messages. Raises
+    UserError as for `save`, or it is no regular file, or its directory does not exist or takes no files."""
     if path.suffix.lower() not in SUFFIXES:
         better = path.with_suffix(".svg") if path.name[:1] not in ("", ".") else "out.svg"
         raise UserError(f"{flag} {path} must end in .svg or .png: use {flag} {better}")

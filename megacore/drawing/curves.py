@@ -17,26 +17,18 @@ _TICKS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve.
+    """A curve."""
 
-    Attributes:
-        title: what it shows.
-        points: (x, y), x ascending; y is finite.
-        marked: an x that a vertical line marks, or None.
-    """
-
-    title: str
-    points: Sequence[tuple[float, float]]
-    marked: float | None = None
+    title: str  # what it shows
+    points: Sequence[tuple[float, float]]  # (x, y), x ascending; y is finite
+    marked: float | None = None  # an x that a vertical line marks, or None
 
 
 def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bool = False) -> Drawing:
     """One panel under the other, each with one curve and an axis of its own.
 
     Args:
-        title: of the drawing.
         panels: one or more, with two points or more each.
-        x_title: what x is.
         logarithmic: whether the axis of x is; x is then positive.
     """
     drawing = Drawing(title=title, width=_WIDTH, height=len(panels) * _HEIGHT)

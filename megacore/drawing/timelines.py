@@ -1,8 +1,6 @@
 """The textbook diagram of a pipeline: a row per rank, a box with the microbatch's number per computation, the bubble.
-
 One time line, or several above each other on one time axis, such as a predicted and a measured one. What a rank does
-not compute between the start and the end of the pass is shaded: that is the bubble.
-"""
+not compute between the start and the end of the pass is shaded: that is the bubble."""
 
 from __future__ import annotations
 
@@ -39,31 +37,19 @@ _BREAK = 18.0  # width of the break where a part is left out
 
 class LeftOut(NamedTuple):
     """A part of a time line that is not drawn, between two moments at which every rank is at the same place of its
-    schedule, so many microbatches later.
+    schedule, so many microbatches later."""
 
-    Attributes:
-        at: when it begins; the time line goes on from there.
-        duration: how long it takes.
-        microbatches: how many later.
-    """
-
-    at: float
-    duration: float
-    microbatches: int
+    at: float  # when it begins; the time line goes on from there
+    duration: float  # how long it takes
+    microbatches: int  # how many later
 
 
 class Scale(NamedTuple):
-    """From time to pixels, with a break where a part is left out.
+    """From time to pixels, with a break where a part is left out."""
 
-    Attributes:
-        end: of the time line, as it is drawn.
-        pixels: of one unit of time.
-        left_out: the part, or None.
-    """
-
-    end: float
-    pixels: float
-    left_out: LeftOut | None = None
+    end: float  # of the time line, as it is drawn
+    pixels: float  # of one unit of time
+    left_out: LeftOut | None = None  # the part, or None
 
     @property
     def width(self) -> float:
@@ -93,23 +79,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A time line with what is said above it.
+    """A time line with what is said above it."""
 
-    Attributes:
-        title: what it is.
-        bubble: the bubble in words.
-        timeline: when which rank computes what.
-        virtual_stages: stages per rank, which differ in shade.
-        transfer: time of a message between stages, to draw each as a line from rank to rank; None: draw none.
-        left_out: a part of the step that the time line does not have, if there is one panel.
-    """
-
-    title: str
-    bubble: str
-    timeline: Timeline
-    virtual_stages: int = 1
+    title: str  # what it is
+    bubble: str  # the bubble in words
+    timeline: Timeline  # when which rank computes what
+    virtual_stages: int = 1  # stages per rank, which differ in shade
+    # Time of a message between stages, to draw each as a line from rank to rank; None: draw none.
     transfer: float | None = None
-    left_out: LeftOut | None = None
+    left_out: LeftOut | None = None  # a part of the step that the time line does not have, if there is one panel
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:

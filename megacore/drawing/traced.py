@@ -14,15 +14,8 @@ TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "
 
 
 def traced_panels(path: Path, step: int | None = None) -> list[Panel]:
-    """A step simulated with the run's own mean times, and below it what was measured; in milliseconds.
-
-    Args:
-        path: of a trace.json.
-        step: which one; None: the last.
-
-    Raises:
-        UserError: as for `read_trace`.
-    """
+    """A step simulated with the run's own mean times, and below it what was measured; in milliseconds. `step`: which
+    one; None: the last. Raises UserError as for `read_trace`."""
     measured = read_trace(path, step)
     schedule = measured.schedule
 

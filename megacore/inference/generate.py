@@ -17,23 +17,16 @@ from megacore.pipeline.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the fewest likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019, arXiv
-            1904.09751).
-        repetition_penalty: of every token of the text so far, prompt included: divides its logit, or multiplies it if
-            it is below 0 (Keskar et al. 2019, arXiv 1909.05858); 1 changes nothing.
-        seed: of the random draws.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides the logits; 0 always takes the likeliest token
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    # Keep the fewest likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019, arXiv 1904.09751).
     top_p: float = 1.0
+    # Of every token of the text so far, prompt included: divides its logit, or multiplies it if it is below 0 (Keskar
+    # et al. 2019, arXiv 1909.05858); 1 changes nothing.
     repetition_penalty: float = 1.0
-    seed: int = 1234
+    seed: int = 1234  # of the random draws
 
 
 @torch.no_grad()
@@ -46,8 +39,6 @@ def generate(
         stage: the whole model on one rank.
         config: its resolved configuration; contexts longer than its positions keep their end.
         prompt: at least one token id.
-        max_new_tokens: how many to draw.
-        sampling: how to draw.
 
     Yields:
         Token ids of the continuation.

@@ -35,11 +35,7 @@ class KeyValues:
 
     Args:
         stage: the whole model on one rank, in evaluation.
-        config: its resolved configuration.
         capacity: tokens that will be read, at most as many as the model has positions.
-
-    Attributes:
-        length: tokens that have been read.
     """
 
     def __init__(self, stage: Stage, config: ResolvedModel, capacity: int) -> None:

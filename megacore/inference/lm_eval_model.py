@@ -1,7 +1,6 @@
 """A checkpoint as a model of lm-evaluation-harness (the package lm_eval), which asks it the questions of benchmarks.
-
-Importing this module registers the model type `megacore`. Only lm_eval needs it: nothing else of megacore imports it.
-"""
+Importing this module registers the model type `megacore`. Only lm_eval needs it: nothing else of megacore imports
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ class MegacoreLM(LM):
         max_length: tokens that the model reads at once; None: its positions.
         max_gen_toks: tokens that a generation has at most, where the task does not say.
         add_bos_token: whether each context begins with the tokenizer's first token.
-        seed: of sampled generations.
     """
 
     def __init__(

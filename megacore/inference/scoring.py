@@ -23,25 +23,19 @@ from megacore.remote import usable
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Tokens that the model reads and predicts at once.
+    """Tokens that the model reads and predicts at once."""
 
-    Attributes:
-        tokens: that it reads, and the last one.
-        predicted: how many of them, at the end, it predicts.
-    """
-
-    tokens: Sequence[int]
-    predicted: int
+    tokens: Sequence[int]  # that it reads, and the last one
+    predicted: int  # how many of them, at the end, it predicts
 
 
 def windows(tokens: Sequence[int], first: int, *, length: int, stride: int) -> Iterator[Window]:
     """Divide a sequence into windows that predict each token from number `first` on once.
 
-    The first window predicts as many as fit into it. Each later one predicts `stride` tokens, and reads
-    `length - stride + 1` tokens before them.
+    The first window predicts as many as fit into it. Each later one predicts `stride` tokens, and reads `length -
+    stride + 1` tokens before them.
 
     Args:
-        tokens: the sequence.
         first: at least 1: nothing predicts the first token of a sequence.
         length: tokens that the model reads at once.
         stride: 1 to `length`. A smaller one gives each token more context, and takes longer.
@@ -55,25 +49,15 @@ def windows(tokens: Sequence[int], first: int, *, length: int, stride: int) -> I
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the model says of the predicted tokens of a window.
+    """What the model says of the predicted tokens of a window."""
 
-    Attributes:
-        log_probabilities: fp64 [n], in nats.
-        greedy: whether each of them is the likeliest token.
-    """
-
-    log_probabilities: Tensor
-    greedy: bool
+    log_probabilities: Tensor  # fp64 [n], in nats
+    greedy: bool  # whether each of them is the likeliest token
 
 
 class Scorer:
-    """A whole model on one device.
-
-    Args:
-        stage: the model.
-        config: its resolved configuration.
-        batch_size: windows computed at once; only windows of one length are, so that nothing is padded.
-    """
+    """A whole model on one device. `batch_size`: windows computed at once; only windows of one length are, so that
+    nothing is padded."""
 
     def __init__(self, stage: Stage, config: ResolvedModel, *, batch_size: int = 8) -> None:
         self.stage, self.config, self._batch_size = stage.eval(), config, batch_size
@@ -81,11 +65,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, of: Sequence[Window]) -> list[Scores]:
-        """The scores of each window, in their order.
-
-        Raises:
-            CheckpointError: the model's output is not finite.
-        """
+        """The scores of each window, in their order. Raises CheckpointError where the model's output is not finite."""
         results: dict[int, Scores] = {}
         order = sorted(range(len(of)), key=lambda number: -len(of[number].tokens))  # the largest first: it fits, or not
         for _, equal in groupby(order, key=lambda number: len(of[number].tokens)):
@@ -112,18 +92,11 @@ class Scorer:
 
 @dataclass(frozen=True, kw_only=True)
 class Surprise:
-    """How unlikely a model finds a text.
+    """How unlikely a model finds a text."""
 
-    Attributes:
-        nats: negative log-likelihood, summed.
-        tokens: predicted.
-        bytes: of the text as UTF-8; 0: unknown.
-        documents: texts.
-    """
-
-    nats: float = 0.0
+    nats: float = 0.0  # negative log-likelihood, summed
     tokens: int = 0
-    bytes: int = 0
+    bytes: int = 0  # of the text as UTF-8; 0: unknown
     documents: int = 0
 
     def __add__(self, other: Surprise) -> Surprise:
@@ -158,7 +131,6 @@ def surprises(
     """The surprise of each document, which is read by itself.
 
     Args:
-        scorer: of the model.
         documents: tokens, and bytes of the text.
         prefix: a token that every document begins with, which is not predicted; None: its first token is not.
         length: tokens that the model reads at once.
@@ -187,8 +159,6 @@ class TextScorer:
     """Texts and their continuations, as benchmarks ask for them.
 
     Args:
-        scorer: of the model.
-        tokenizer: of the model.
         length: tokens that the model reads at once; None: as many as it has positions.
         begin_with_bos: whether each context begins with the tokenizer's first token.
 
@@ -227,8 +197,6 @@ class TextScorer:
             program: as for `causal_model`.
             device: auto, cpu, cuda or another accelerator.
             batch_size: as for `Scorer`.
-            length: as for this class.
-            begin_with_bos: as for this class.
 
         Raises:
             UserError: the checkpoint cannot be used so.
@@ -256,14 +224,8 @@ class TextScorer:
         return [found for found, _ in self._sums([([self.prefix], self.tokenizer.encode(text)) for text in texts])]
 
     def continuation(self, context: str, *, until: Sequence[str], most: int, sampling: Sampling) -> str:
-        """What the model writes after a context, up to the first of the texts `until`.
-
-        Args:
-            context: a text.
-            until: texts that end it, and are left out.
-            most: tokens at most.
-            sampling: how tokens are drawn.
-        """
+        """What the model writes after a context, up to the first of the texts `until`. `until`: texts that end it, and
+        are left out."""
         prompt = [*self._begin, *self.tokenizer.encode(context)] or [self.prefix]
         prompt, text, tokens = prompt[-max(1, self.length - most) :], "", list[int]()
         for token in generate(self.scorer.stage, self.scorer.config, prompt, max_new_tokens=most, sampling=sampling):
@@ -289,11 +251,7 @@ class TextScorer:
 
 
 def context_of(length: int | None, config: ResolvedModel) -> int:
-    """How many tokens the model reads at once.
-
-    Raises:
-        UserError: more than it has positions.
-    """
+    """How many tokens the model reads at once. Raises UserError where it has more than positions."""
     positions = config.max_position_embeddings
     if length is not None and length > positions:
         raise UserError(

@@ -66,7 +66,6 @@ def trained_layers(program: str | None, manifest: Manifest, directory: Location)
 
     Args:
         program: that trained it; None: none is given.
-        manifest: the checkpoint's.
         directory: the checkpoint, for the message.
 
     Raises:
@@ -86,7 +85,6 @@ def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) ->
     """The tokenizer to use with a checkpoint.
 
     Args:
-        directory: the checkpoint.
         path: what --tokenizer says; None: that of the checkpoint.
         model: whose vocabulary the tokenizer's must fit in.
 
@@ -109,16 +107,8 @@ def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) ->
 
 
 def model_of(directory: Location, layers: Callable[[BuildContext], list[LayerSpec]], device: torch.device) -> Stage:
-    """The whole model on one device, with the checkpoint's weights, for evaluation.
-
-    Args:
-        directory: the checkpoint.
-        layers: describes the model, given the context of its layers.
-        device: where their parameters live.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or of another model.
-    """
+    """The whole model on one device, with the checkpoint's weights, for evaluation. `layers`: describes the model,
+    given the context of its layers. Raises CheckpointError where the checkpoint is damaged, or of another model."""
     stage = Stage(layers(BuildContext(device=device, streams=RandomStreams(0, device))))
     layers_by_name = zip(stage.names, stage.layers, strict=True)
     buffers = {f"{name}.{local}": each for name, layer in layers_by_name for local, each in layer.named_buffers()}

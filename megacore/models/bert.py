@@ -131,10 +131,8 @@ class SentenceHead(nn.Module):
         self.classifier = ReplicatedLinear(h, 2, products=context.products, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank of the layer group.
-
-        Where ranks divide sequences, those of the first position count: the task gives the others no label.
-        """
+        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank of the layer group. Where
+        ranks divide sequences, those of the first position count: the task gives the others no label."""
         logits = self.classifier(torch.tanh(self.pooler(x[:, 0])))
         # Sequence parallel, only the first rank has the first position. The others' weights get gradients of zero, and
         # all are summed afterwards, like those of every layer that each rank applies to its positions.

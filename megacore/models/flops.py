@@ -21,13 +21,7 @@ Attention = Literal["full", "causal"]
 
 
 def flops_per_sequence(config: ResolvedModel, seq_length: int, *, attention: Attention = "full") -> float:
-    """Forward and backward operations of one sequence; backward counts twice forward.
-
-    Args:
-        config: a resolved configuration.
-        seq_length: s, tokens.
-        attention: the convention.
-    """
+    """Forward and backward operations of one sequence; backward counts twice forward."""
     blocks = blocks_of(config)
     forward = sum(number * block_flops(block, seq_length, attention=attention) for block, number in blocks)
     return 3.0 * seq_length * (forward + head_flops(config))
@@ -71,10 +65,8 @@ def without_experts(config: ResolvedModel) -> ResolvedModel:
 
 
 def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention = "full") -> float:
-    """Operations of one block's forward for one token: its products, q k^T and the mix of v.
-
-    With a window no more keys than it holds are counted; causal attention sees half of them where it holds all.
-    """
+    """Operations of one block's forward for one token: its products, q k^T and the mix of v. With a window no more keys
+    than it holds are counted; causal attention sees half of them where it holds all."""
     h, n = config.hidden_size, config.num_attention_heads
     matrices = (*attention_matrices(config), *short_matrices(config))
     projections = 2.0 * sum(rows * columns for rows, columns in matrices)

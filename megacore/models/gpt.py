@@ -58,12 +58,9 @@ class GPTEmbedding(ShardedModule):
     def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """The hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]), in the form of the input.
-
-        Args:
-            x: tokens [b, s] int64, this rank's positions; or with what `BuildContext.beside` names, of whole sequences,
-                which is handed on as it is.
-        """
+        """The hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]), in the form of the input. `x`: tokens [b,
+        s] int64, this rank's positions; or with what `BuildContext.beside` names, of whole sequences, which is handed
+        on as it is."""
         if isinstance(x, Tensor):
             return self._embedded(x)
         tokens, *beside = x
@@ -99,10 +96,8 @@ class GPTEmbedding(ShardedModule):
 
 
 class GPTHead(VocabParallelOutput):
-    """Final norm and output layer.
-
-    Given the labels too, the layer computes the loss with the logits, a chunk of the vocabulary at a time.
-    """
+    """Final norm and output layer. Given the labels too, the layer computes the loss with the logits, a chunk of the
+    vocabulary at a time."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__(

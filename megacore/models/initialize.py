@@ -37,7 +37,6 @@ class RandomWeights:
 
     Args:
         config: for the standard deviation and the number of layers.
-        seed: the run's seed.
         width_ratio: how many times as wide as the base of muP the model is.
     """
 
@@ -67,7 +66,6 @@ def initialize(
     Args:
         parameters: named parameters of a stage.
         config: for the standard deviation and the number of layers.
-        seed: the run's seed.
         width_ratio: how many times as wide as the base of muP the model is.
     """
     for parameter in parameters:

@@ -1,8 +1,6 @@
-"""A model as the sizes of its layers, without torch: what is known of each layer before anything is built.
-
-The models' lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is
-planned before torch is loaded and what is built later are the same stages.
-"""
+"""A model as the sizes of its layers, without torch: what is known of each layer before anything is built. The models'
+lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is planned before torch
+is loaded and what is built later are the same stages."""
 
 from __future__ import annotations
 
@@ -50,26 +48,17 @@ class ModelLayer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOutline:
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        name: global name, the prefix of its parameters' names.
-        parameters: of the whole layer, without padding.
-        held: parameters that one tensor-parallel rank holds, padding included.
-        flops: operations of its forward for one token.
-        is_block: one of the repeated layers.
-        tied: parameters' local names -> global names of the earlier layer's parameters that they are.
-        shared: how many of `held` are these, and are held once where both layers lie on one rank.
-        block: the configuration of this block, as windows may differ; None for the embedding and the head.
-    """
-
-    name: str
-    parameters: int
-    held: int
-    flops: float
-    is_block: bool = False
+    name: str  # global name, the prefix of its parameters' names
+    parameters: int  # of the whole layer, without padding
+    held: int  # parameters that one tensor-parallel rank holds, padding included
+    flops: float  # operations of its forward for one token
+    is_block: bool = False  # one of the repeated layers
+    # parameters' local names -> global names of the earlier layer's parameters that they are
     tied: Mapping[str, str] = field(default_factory=dict)
-    shared: int = 0
+    shared: int = 0  # how many of `held` are these, and are held once where both layers lie on one rank
+    # The configuration of this block, as windows may differ; None for the embedding and the head.
     block: ResolvedModel | None = None
 
 
@@ -84,13 +73,7 @@ def outline(config: ResolvedConfig) -> list[LayerOutline]:
 
 @functools.lru_cache(maxsize=16)  # ways out and a search ask for the same model in many layouts
 def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> list[LayerOutline]:
-    """The layers of a causal language model.
-
-    Args:
-        config: a resolved configuration.
-        tp: tensor-parallel ranks.
-        expert_ranks: ranks that divide the weights of experts.
-    """
+    """The layers of a causal language model. `expert_ranks`: ranks that divide the weights of experts."""
 
     def outlined(block: ResolvedModel) -> LayerOutline:
         return LayerOutline(

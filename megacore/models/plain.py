@@ -48,12 +48,9 @@ class Layer:
         self._make: Callable[[], Any] = partial(module, *args, **kwargs)
 
     def tied(self, to: str | Mapping[str, str]) -> Layer:
-        """The same layer with parameters that are those of an earlier one.
-
-        Args:
-            to: local name of a parameter -> global name of the one that it is (`{"weight": "embed.weight"}`), or the
-                name of a layer, all of whose parameters this one shares.
-        """
+        """The same layer with parameters that are those of an earlier one. `to`: local name of a parameter -> global
+        name of the one that it is (`{"weight": "embed.weight"}`), or the name of a layer, all of whose parameters this
+        one shares."""
         copy = Layer(self.name, self._make)
         copy.ties = to if isinstance(to, str) else dict(to)
         return copy
@@ -64,20 +61,14 @@ class Layer:
         return describe_call(self._make)
 
     def build(self, seed: int) -> nn.Module:
-        """The module on the CPU, with values that depend on the seed and the layer's name only.
-
-        Raises:
-            UserError: what was made is no nn.Module.
-        """
+        """The module on the CPU, with values that depend on the seed and the layer's name only. Raises UserError where
+        what was made is no nn.Module."""
         with seeded(stable_hash(seed, self.name)), torch.device("cpu"):
             return self._checked(self._make())
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by local name, without values; nothing is allocated.
-
-        Raises:
-            UserError: a parameter has no shape before the first input, or is not fp32.
-        """
+        """The parameters that learn, by local name, without values; nothing is allocated. Raises UserError where a
+        parameter has no shape before the first input, or is not fp32."""
         named = self.without_values().named_parameters()
         learning = {name: parameter for name, parameter in named if parameter.requires_grad}
         for name, parameter in learning.items():
@@ -89,11 +80,8 @@ class Layer:
         return learning
 
     def without_values(self) -> nn.Module:
-        """The module, whose tensors have no values, if its constructor can do without them.
-
-        Raises:
-            UserError: what was made is no nn.Module.
-        """
+        """The module, whose tensors have no values, if its constructor can do without them. Raises UserError where what
+        was made is no nn.Module."""
         try:
             with seeded(0), torch.device("meta"):
                 return self._checked(self._make())
@@ -125,13 +113,8 @@ class BuiltLayer(Layer):
 
 def as_layers(model: object) -> list[Layer]:
     """The layers of a model; nn.Sequential and nn.ModuleList have one for each of their modules, with the same names.
-    With a forward of its own, a container is one layer.
-
-    Parameters that several modules share are tied.
-
-    Raises:
-        ConfigError: a module cannot be trained as it is.
-    """
+    With a forward of its own, a container is one layer. Parameters that several modules share are tied. Raises
+    ConfigError where a module cannot be trained as it is."""
     named: Sequence[tuple[str, Any]] = [("module", model)]
     if not isinstance(model, nn.Module | Sequence):
         raise ConfigError(
@@ -222,8 +205,6 @@ def describe_layers(
     """The layers as the rest of megacore knows them; nothing is allocated.
 
     Args:
-        layers: the whole model.
-        seed: of initial values.
         device: where a built layer is put.
         streams: where dropout masks come from.
         dtype: of buffers that hold real numbers; parameters are built in fp32.
@@ -314,12 +295,8 @@ def is_split(layers: Sequence[Layer]) -> bool:
 
 
 def undivided(layers: Sequence[Layer], ranks: int) -> Iterator[str]:
-    """What is wrong with layers whose sequences several ranks divide: those that compute with whole sequences, by name.
-
-    Args:
-        layers: the whole model.
-        ranks: that divide each sequence.
-    """
+    """What is wrong with layers whose sequences several ranks divide: those that compute with whole sequences, by
+    name."""
     for layer in layers:
         for module in layer.without_values().modules():
             kind, rotary = type(module).__name__, getattr(module, "rotary", None)
@@ -405,8 +382,7 @@ def _initialize_sharded(module: nn.Module, name: str, seed: int) -> None:
 
 
 def _declare_parameters(module: nn.Module) -> None:
-    """Mark each parameter of torch's layers as a whole tensor; one that does not learn becomes a
-    buffer."""
+    """Mark each parameter of torch's layers as a whole tensor; one that does not learn becomes a buffer."""
     made: dict[int, ShardedParameter] = {}
     for owner in list(module.modules()):
         for local, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):

@@ -1,8 +1,6 @@
-"""A program of one's own, as tools read it: the Python file that registers activations and describes its model.
-
-The protocol is two sentences. Importing the file registers what the model needs, and starts nothing. If it has a
-function `layers(config, context)` (`DescribesLayers`), that describes the model; otherwise it is a GPT of megacore's.
-"""
+"""A program of one's own, as tools read it: the Python file that registers activations and describes its model. The
+protocol is two sentences. Importing the file registers what the model needs, and starts nothing. If it has a function
+`layers(config, context)` (`DescribesLayers`), that describes the model; otherwise it is a GPT of megacore's."""
 
 from __future__ import annotations
 
@@ -17,14 +15,8 @@ from megacore.models.spec import DescribesLayers
 
 
 def layers_of(program: str | Path | None) -> DescribesLayers:
-    """What describes the model of a program.
-
-    Args:
-        program: the file, which is executed; None: there is none, and the model is a GPT of megacore's.
-
-    Raises:
-        UserError: it cannot be imported, or its `layers` is no function.
-    """
+    """What describes the model of a program. `program`: the file, which is executed; None: there is none, and the model
+    is a GPT of megacore's. Raises UserError where it cannot be imported, or its `layers` is no function."""
     if program is None:
         return gpt_layers
     path = Path(program).resolve()

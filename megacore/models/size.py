@@ -15,13 +15,8 @@ from megacore.config.model import padded_rows
 
 
 def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
-    """Token table V h, a norm, a position table.
-
-    Args:
-        config: a resolved configuration.
-        tp: count what one of tp tensor-parallel ranks holds, including the vocabulary's padding. None: count the
-            whole layer, without padding.
-    """
+    """Token table V h, a norm, a position table. `tp`: count what one of tp tensor-parallel ranks holds, including the
+    vocabulary's padding. None: count the whole layer, without padding."""
     norm = norm_parameters(config) if config.embedding_layernorm else 0
     learned = config.position_embedding_type == "learned"
     positions = config.position_rows * config.hidden_size if learned else 0
@@ -35,7 +30,6 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     place of the MLP where the block has them.
 
     Args:
-        config: of the block.
         tp: as for `embedding_parameters`.
         expert_ranks: ranks that divide the experts' weights, ep x etp.
     """

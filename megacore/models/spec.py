@@ -1,8 +1,6 @@
-"""How a model is described before any of it exists: a list of layers that can be built one by one, anywhere.
-
-A pipeline stage builds only the layers that it holds, and knows from the description what they cost and which
-parameters are one and the same although two layers use them.
-"""
+"""How a model is described before any of it exists: a list of layers that can be built one by one, anywhere. A pipeline
+stage builds only the layers that it holds, and knows from the description what they cost and which parameters are one
+and the same although two layers use them."""
 
 from __future__ import annotations
 
@@ -18,28 +16,18 @@ from megacore.models.outline import LayerOutline
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer of a model: what to build, what it costs, what it shares.
+    """One layer of a model: what to build, what it costs, what it shares."""
 
-    Attributes:
-        name: global name, the prefix of its parameters' names (`blocks.17`).
-        build: makes the layer; its forward takes the previous layer's output.
-        parameters: parameters of the whole layer, all tensor-parallel slices together.
-        flops: operations of its forward for one token, by which stages may be balanced.
-        is_block: one of the repeated layers; every stage holds at least one.
-        tied: local parameter name -> global name of the earlier layer's parameter that it is.
-        held: parameters that one tensor-parallel rank holds, padding included; None: `parameters`.
-        shared: how many of these are tied, and are held once where both layers lie on one rank.
-        block: a transformer block's configuration, from which its activations follow; None for any other layer.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    parameters: int
-    flops: float = 0.0
-    is_block: bool = False
+    name: str  # global name, the prefix of its parameters' names (`blocks.17`)
+    build: Callable[[], nn.Module]  # makes the layer; its forward takes the previous layer's output
+    parameters: int  # parameters of the whole layer, all tensor-parallel slices together
+    flops: float = 0.0  # operations of its forward for one token, by which stages may be balanced
+    is_block: bool = False  # one of the repeated layers; every stage holds at least one
+    # Local parameter name -> global name of the earlier layer's parameter that it is.
     tied: Mapping[str, str] = field(default_factory=dict)
-    held: int | None = None
-    shared: int = 0
+    held: int | None = None  # parameters that one tensor-parallel rank holds, padding included; None: `parameters`
+    shared: int = 0  # how many of these are tied, and are held once where both layers lie on one rank
+    # A transformer block's configuration, from which its activations follow; None for any other layer.
     block: ResolvedModel | None = None
 
     @classmethod

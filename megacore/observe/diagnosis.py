@@ -40,21 +40,13 @@ _MOST_NAMED = 4  # documents
 
 
 class _Microbatch(NamedTuple):
-    """A microbatch of the step.
+    """A microbatch of the step."""
 
-    Attributes:
-        replica: rank in the batch group.
-        number: in the step.
-        in_run: its number in the run.
-        loss: summed, or NaN.
-        bad_inputs: names of its tensors that are not finite.
-    """
-
-    replica: int
-    number: int
-    in_run: int
-    loss: float
-    bad_inputs: tuple[str, ...]
+    replica: int  # rank in the batch group
+    number: int  # in the step
+    in_run: int  # its number in the run
+    loss: float  # summed, or NaN
+    bad_inputs: tuple[str, ...]  # names of its tensors that are not finite
 
     def with_part(self, other: _Microbatch) -> _Microbatch:
         """The same microbatch with what another rank has of its sequences."""
@@ -81,14 +73,8 @@ class _Again(NamedTuple):
 
 
 def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float) -> Diagnosis:
-    """Find the cause; all ranks call this together, after a step that was skipped.
-
-    Args:
-        steps: took the step.
-        microbatches: of this replica.
-        weight: of the step's loss.
-        last_loss: mean loss of the last step that updated the weights.
-    """
+    """Find the cause; all ranks call this together, after a step that was skipped. `last_loss`: mean loss of the last
+    step that updated the weights."""
     non_finite = steps.update.non_finite_state()
     if non_finite:
         is_weight = any("weight" in each.kind for each in non_finite)
@@ -116,12 +102,7 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
 
 def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
     """Why a fault of a machine made weights or moments not finite; None where that is open. All ranks call this
-    together.
-
-    Args:
-        steps: took the steps.
-        non_finite: one entry at least.
-    """
+    together."""
     first = non_finite[0]
     copies = steps.update.copies_of(first)
     if not copies.finite:
@@ -133,13 +114,7 @@ def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | N
 
 
 class _Case:
-    """The step that was not finite.
-
-    Args:
-        steps: took it.
-        microbatches: of this replica.
-        weight: of its loss.
-    """
+    """The step that was not finite."""
 
     def __init__(self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight) -> None:
         self._steps, self._microbatches, self._weight = steps, list(microbatches), weight

@@ -34,11 +34,7 @@ from megacore.train.step import StepResult
 
 
 class Events(Callback):
-    """Passes the events of a run on to the sinks of this rank.
-
-    Args:
-        sinks: in the order in which they take an event.
-    """
+    """Passes the events of a run on to the sinks of this rank. `sinks`: in the order in which they take an event."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self.sinks, self._begun = list(sinks), False
@@ -125,11 +121,8 @@ class EngineEvents(Events):
 
 
 class MemoryOfRanks(Callback):
-    """Notes the memory of all ranks after the first logged step, and at the end.
-
-    Args:
-        predicted_peak: bytes that this rank is expected to take at its peak; None: not known.
-    """
+    """Notes the memory of all ranks after the first logged step, and at the end. `predicted_peak`: bytes that this rank
+    is expected to take at its peak; None: not known."""
 
     def __init__(self, predicted_peak: float | None) -> None:
         self._predicted = None if predicted_peak is None else round(predicted_peak)

@@ -30,11 +30,7 @@ _DECAY = 0.95  # of both averages, per measurement
 
 class GradientNoise(StepHook):
     """Measures every `--gradient-noise-interval` steps: the small batch is the first microbatch of all replicas, which
-    is computed twice.
-
-    Args:
-        config: resolved.
-    """
+    is computed twice."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self._interval, self._samples = config.logging.gradient_noise_interval, config.replica_batch_size

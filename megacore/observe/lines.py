@@ -43,7 +43,6 @@ def log_line(
 
     Args:
         record: by the keys of metrics.jsonl.
-        train_iters: steps of the run.
         terms: names of the loss's terms, where it has several.
         last: what the line ends with.
     """
@@ -59,12 +58,8 @@ def log_line(
 
 
 def evaluation_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """One line per evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated.
-
-    Args:
-        record: by the keys of metrics.jsonl.
-        train_iters: steps of the run.
-    """
+    """One line per evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated. `record`: by the keys of
+    metrics.jsonl."""
     figures = {key.removeprefix("eval/"): value for key, value in record.items() if key.startswith("eval/")}
     first, *others = [f"{_words(key)} {_figure(value)}" for key, value in figures.items()]
     return " | ".join([f"step {record['step']}/{train_iters}", f"eval {first}", *others])

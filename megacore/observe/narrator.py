@@ -18,12 +18,7 @@ from megacore.train.step import StepResult
 
 
 class Narrator(Callback):
-    """Says what happens, on every rank; rank 0 prints it.
-
-    Args:
-        train_iters: steps of the run.
-        terms: names of the loss's sums, if there are several.
-    """
+    """Says what happens, on every rank; rank 0 prints it. `terms`: names of the loss's sums, if there are several."""
 
     def __init__(self, train_iters: int, *, terms: Sequence[str] = ()) -> None:
         self._train_iters, self._terms = train_iters, terms
@@ -94,12 +89,7 @@ class Narrator(Callback):
 
 
 class Bar(Callback):
-    """The steps of a run as a bar on a terminal.
-
-    Args:
-        train_iters: steps of the run.
-        first_step: steps already done.
-    """
+    """The steps of a run as a bar on a terminal."""
 
     def __init__(self, train_iters: int, first_step: int) -> None:
         self._bar = Progress("training", train_iters, unit="steps", done=first_step)

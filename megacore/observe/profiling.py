@@ -23,13 +23,7 @@ DIRECTORY = "profile"
 
 
 class Profiling(Callback):
-    """Profiles the steps of a range on this rank.
-
-    Args:
-        steps: their numbers; there is one at least.
-        path: of the trace.
-        device: that computes.
-    """
+    """Profiles the steps of a range on this rank. `steps`: their numbers; there is one at least."""
 
     def __init__(self, steps: range, *, path: Path, device: torch.device) -> None:
         self._steps, self._path, self._device = steps, path, device

@@ -28,10 +28,8 @@ _PACKAGES = ("safetensors", "tokenizers", "transformers", "triton", "wandb")
 
 def provenance_of(mesh: Mesh) -> dict[str, Any]:
     """What is on record about this start of a run; of its first rank's machine the host, platform, cores that the rank
-    may use, bytes of memory (or what control groups allow; None where nothing tells) and number of ranks.
-
-    `git` is the commit of megacore's code, with " (modified)" where files differ from it; None outside a git checkout.
-    """
+    may use, bytes of memory (or what control groups allow; None where nothing tells) and number of ranks. `git` is the
+    commit of megacore's code, with " (modified)" where files differ from it; None outside a git checkout."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     allowed = host_capacity()
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -36,17 +36,9 @@ _LOSS = "the loss"
 
 
 class Replay(StepHook):
-    """Replays a microbatch every `--replay-interval` steps; all ranks call each method together.
-
-    Args:
-        model: this rank's part of the model.
-        config: resolved.
-        mesh: this rank's groups.
-
-    Raises:
-        ConfigError: operators of the device may give other bits each time, or the schedule has no microbatch that comes
-            first everywhere.
-    """
+    """Replays a microbatch every `--replay-interval` steps; all ranks call each method together. `model`: this rank's
+    part of the model. Raises ConfigError where operators of the device may give other bits each time, or the schedule
+    has no microbatch that comes first everywhere."""
 
     def __init__(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> None:
         self._model, self._mesh, self._interval = model, mesh, config.watch.replay_interval
@@ -82,7 +74,6 @@ class Replay(StepHook):
         Args:
             microbatches: this data-parallel rank's share of the global batch.
             loss_weight: factor of the summed loss before backward.
-            step: its number.
 
         Returns:
             The summed loss.
@@ -142,15 +133,11 @@ class _Recorded:
     Args:
         data_parallel: the sink of the gradients.
         number: of the microbatch in the step.
-        discards: whether gradients are dropped.
-
-    Attributes:
-        hashes: by the parameter's name; of the loss where this rank computes it.
     """
 
     def __init__(self, data_parallel: DataParallel, number: int, *, discards: bool) -> None:
         self._data_parallel, self._number, self.discards = data_parallel, number, discards
-        self.hashes: dict[str, Tensor] = {}
+        self.hashes: dict[str, Tensor] = {}  # by the parameter's name; of the loss where this rank computes it
         self._begun: set[int] = set()
         self._records = False
 

@@ -43,33 +43,20 @@ _MOST = 5  # parameters, and groups of ranks, that a message names
 
 
 class Sharers(NamedTuple):
-    """Ranks that must agree on some tensors.
+    """Ranks that must agree on some tensors."""
 
-    Attributes:
-        role: why they hold the same: the role of their group, or the name of a tied parameter.
-        ranks: global, in group order.
-    """
-
-    role: str
-    ranks: tuple[int, ...]
+    role: str  # why they hold the same: the role of their group, or the name of a tied parameter
+    ranks: tuple[int, ...]  # global, in group order
 
 
 class TensorKey(NamedTuple):
-    """What a tensor is. Ranks that hold tensors of one key hold copies.
+    """What a tensor is. Ranks that hold tensors of one key hold copies."""
 
-    Attributes:
-        name: of its parameter.
-        kind: `weight`, `master weight`, or a kind of the optimizer's state.
-        slices: of the global parameter that the local one holds.
-        start: first element of the flattened local parameter.
-        stop: one past the last.
-    """
-
-    name: str
-    kind: str
-    slices: Slices
-    start: int
-    stop: int
+    name: str  # of its parameter
+    kind: str  # `weight`, `master weight`, or a kind of the optimizer's state
+    slices: Slices  # of the global parameter that the local one holds
+    start: int  # first element of the flattened local parameter
+    stop: int  # one past the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +73,7 @@ class ReplicaChecks(Callback):
 
     Args:
         model: this rank's part of the model.
-        optimizer: with its state.
         mesh: this rank's groups, of several ranks.
-        interval: steps between checks.
         loaded: the checkpoint that the run continues from.
     """
 
@@ -102,11 +87,8 @@ class ReplicaChecks(Callback):
         self._mix: tuple[list[TensorKey], Tensor] | None = None  # see `_mixed`
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Check if the step is due.
-
-        Raises:
-            SilentCorruption: replicas differ; on every rank, with the same text.
-        """
+        """Check if the step is due. Raises SilentCorruption where replicas differ; on every rank, with the same
+        text."""
         if result.step % self._interval == 0:
             self.check(result.step)
 
@@ -130,14 +112,8 @@ class ReplicaChecks(Callback):
     @section(Phase.CHECK)
     @torch.no_grad()
     def check(self, step: int) -> None:
-        """Compare the replicas of all tensors.
-
-        Args:
-            step: the last one taken.
-
-        Raises:
-            SilentCorruption: replicas differ; on every rank, with the same text.
-        """
+        """Compare the replicas of all tensors. Raises SilentCorruption where replicas differ; on every rank, with the
+        same text."""
         self._model.data_parallel.ready()
         shared = list(self._shared_tensors())
         if self._sharers is None:
@@ -214,10 +190,8 @@ class ReplicaChecks(Callback):
         return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
     def _mixed(self, shared: Sequence[SharedTensor], hashes: Tensor) -> Tensor:
-        """One number over all tensors of each group of ranks that must agree; int64 [groups of the rank with most].
-
-        A tensor's hash has an odd factor that depends on what the tensor is: no two of them are confused.
-        """
+        """One number over all tensors of each group of ranks that must agree; int64 [groups of the rank with most]. A
+        tensor's hash has an odd factor that depends on what the tensor is: no two of them are confused."""
         assert self._sharers is not None
         keys = [tensor.key for tensor in shared]
         if self._mix is None or self._mix[0] != keys:
@@ -280,10 +254,7 @@ class ReplicaChecks(Callback):
 
 def _by_ranks(everyone: Sequence[Mapping[TensorKey, int]]) -> dict[tuple[tuple[int, ...], str], list[TensorKey]]:
     """The tensors on which ranks differ, by the ranks that differ from most of the others, and how in words.
-
-    Args:
-        everyone: the hashes of every rank's tensors.
-    """
+    `everyone`: the hashes of every rank's tensors."""
     ranks_of: dict[TensorKey, dict[int, list[int]]] = {}
     for rank, of_rank in enumerate(everyone):
         for key, value in of_rank.items():

@@ -56,11 +56,8 @@ def finish(sinks: Iterable[Sink], *, failed: bool = False) -> None:
 
 
 class Console(Sink):
-    """Prints messages, above the bars of a terminal.
-
-    Args:
-        may_fail: text that cannot be written is left out; otherwise this ends the run.
-    """
+    """Prints messages, above the bars of a terminal. `may_fail`: text that cannot be written is left out; otherwise
+    this ends the run."""
 
     def __init__(self, *, may_fail: bool) -> None:
         self._may_fail = may_fail
@@ -81,13 +78,11 @@ class Console(Sink):
 class MetricsFile(Sink):
     """metrics.jsonl: a JSON object per logged step and evaluation.
 
-    A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
-    A resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data. If the
+    A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on. A
+    resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data. If the
     directory is deleted or renamed during the run, it is made again, with its settings, lock and records.
 
     Args:
-        output_dir: directory of the file.
-        first_step: steps already done.
         say: tells the user of trouble.
         may_drop: a record that cannot be written is left out, and training continues; otherwise this ends the run.
     """
@@ -105,11 +100,8 @@ class MetricsFile(Sink):
         self._file = self._open()
 
     def take(self, event: Event) -> None:
-        """Append one JSON object; floats keep their full precision, and null stands for no number.
-
-        Raises:
-            StorageError: it cannot be written, and is not to be dropped.
-        """
+        """Append one JSON object; floats keep their full precision, and null stands for no number. Raises StorageError
+        where it cannot be written, and is not to be dropped."""
         line = json.dumps(finite(event.values), allow_nan=False) + "\n"
         if not self._written(partial(self._file.append, line.encode())):
             self._dropped += 1
@@ -165,13 +157,8 @@ class MetricsFile(Sink):
 
 class EventsFile(Sink):
     """events.jsonl: a JSON object per event besides figures, with `event`, `time` (UTC) and `step`. A resumed run
-    appends; a fresh one sets the file of an earlier run aside. One that cannot be written ends nothing.
-
-    Args:
-        output_dir: of the run.
-        first_step: steps done before this start.
-        warn: prints a warning.
-    """
+    appends; a fresh one sets the file of an earlier run aside. One that cannot be written ends nothing. `first_step`:
+    steps done before this start."""
 
     def __init__(self, output_dir: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
         self._path, self._warn, self._warned = output_dir / "events.jsonl", warn, False

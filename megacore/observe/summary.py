@@ -32,12 +32,7 @@ _SPLIT = "split over the tp ranks between their layers (--no-sequence-parallel: 
 
 def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> str:
     """Version, topology, model, batch, bubble, data, which implementation every operator runs, and predicted memory.
-
-    Args:
-        trainer: has its configuration, mesh, task and metrics, and no model yet.
-        train_data: training samples.
-        valid_data: validation samples.
-    """
+    `trainer`: has its configuration, mesh, task and metrics, and no model yet."""
     config, mesh, layers, metrics = trainer.config, trainer.mesh, trainer.task.layers, trainer.metrics
     run, stages = provenance_of(mesh), stage_ranges(layers, config)
     samples = (len(train_data), 0 if valid_data is None else len(valid_data))
@@ -200,12 +195,7 @@ def _operators(config: ResolvedConfig, device: torch.device) -> str:
 
 
 def attention_warning(config: ResolvedConfig, device: torch.device) -> str | None:
-    """A sentence where torch would compute attention with a slower kernel than the device has.
-
-    Args:
-        config: resolved, of a transformer.
-        device: where the model computes.
-    """
+    """A sentence where torch would compute attention with a slower kernel than the device has."""
     if device.type == "cpu" or config.training.attention == "fused-softmax" or config.parallel.cp > 1:
         return None
     model, ranks = config.model, ranks_of_role("layer", config.parallel)

@@ -35,15 +35,7 @@ class _Copy(NamedTuple):
 
 
 class _Transfers:
-    """Notes when this rank was in which collective, and when its device copied from and to host memory.
-
-    Args:
-        mesh: this rank's groups.
-        timer: makes marks.
-
-    Attributes:
-        noted: the collectives.
-    """
+    """Notes when this rank was in which collective, and when its device copied from and to host memory."""
 
     def __init__(self, mesh: Mesh, timer: ActionTimer) -> None:
         self._degrees, self._device, self._timer = mesh.degrees, mesh.device, timer
@@ -95,15 +87,7 @@ class _Noted(AbstractContextManager["_Noted"]):
 
 
 class Tracer(Callback):
-    """Traces the steps that `--trace` and `--trace steps` ask for, if any.
-
-    Args:
-        config: resolved.
-        mesh: this rank's groups.
-        runtime: whose passes are traced.
-        first_step: steps done before this run.
-        microbatches: per replica and step.
-    """
+    """Traces the steps that `--trace` and `--trace steps` ask for, if any. `first_step`: steps done before this run."""
 
     def __init__(
         self,

@@ -63,23 +63,14 @@ _WIDTH = 118
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the command line asks for.
+    """What the command line asks for."""
 
-    Attributes:
-        config: of the layout, narrowed.
-        layers: describes a GPT.
-        changes: what narrowing changed.
-        defects: to plant, one run each.
-        self_test: whether they must all be found.
-        json: file for the result, or None.
-    """
-
-    config: ResolvedConfig
-    layers: DescribesLayers
-    changes: tuple[str, ...]
-    defects: tuple[Defect, ...]
-    self_test: bool
-    json: Path | None
+    config: ResolvedConfig  # of the layout, narrowed
+    layers: DescribesLayers  # describes a GPT
+    changes: tuple[str, ...]  # what narrowing changed
+    defects: tuple[Defect, ...]  # to plant, one run each
+    self_test: bool  # whether they must all be found
+    json: Path | None  # file for the result, or None
 
 
 class _Parser(ToolParser):
@@ -139,15 +130,8 @@ def make_parser() -> ToolParser:
 
 
 def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
-    """What a command line asks for.
-
-    Args:
-        parser: of `make_parser`, for its refusals.
-        args: what it has read.
-
-    Raises:
-        SystemExit: the trainer refuses its flags; the message is printed.
-    """
+    """What a command line asks for. `parser`: of `make_parser`, for its refusals. Raises SystemExit where the trainer
+    refuses its flags; the message is printed."""
     program, *words = args.words or [""]
     name = Path(program).name
     layers: DescribesLayers = gpt_layers

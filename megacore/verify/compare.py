@@ -29,23 +29,14 @@ _SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One compared tensor.
+    """One compared tensor."""
 
-    Attributes:
-        key: of the tensor.
-        difference: relative Frobenius norm of the difference.
-        largest: largest absolute difference of an element.
-        measured: the same relative norm, for one unit in the last place of the reference's weights.
-        tolerance: of `difference`.
-        problem: what else is wrong: copies differ, or a side lacks the tensor.
-    """
-
-    key: Key
-    difference: float
-    largest: float
-    measured: float
-    tolerance: float
-    problem: str = ""
+    key: Key  # of the tensor
+    difference: float  # relative Frobenius norm of the difference
+    largest: float  # largest absolute difference of an element
+    measured: float  # the same relative norm, for one unit in the last place of the reference's weights
+    tolerance: float  # of `difference`
+    problem: str = ""  # what else is wrong: copies differ, or a side lacks the tensor
 
     @property
     def agrees(self) -> bool:
@@ -67,22 +58,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        rows: compared tensors, the worst first.
-        rounding_only: tensors that are zero but for rounding, and were not judged.
-        checks: of the reference.
-        promise: for each step the relative difference of the loss, and that between one-process runs.
-        first: of the tensors that disagree the first one in the order of computation, forward.
-        deepest: of gradients that disagree in the same step the last one in forward order, which backward meets first.
-    """
-
-    rows: tuple[Row, ...]
-    rounding_only: tuple[Key, ...]
-    checks: tuple[Check, ...]
+    rows: tuple[Row, ...]  # compared tensors, the worst first
+    rounding_only: tuple[Key, ...]  # tensors that are zero but for rounding, and were not judged
+    checks: tuple[Check, ...]  # of the reference
+    # For each step the relative difference of the loss, and that between one-process runs.
     promise: tuple[tuple[float, float], ...]
-    first: Row | None
+    first: Row | None  # of the tensors that disagree the first one in the order of computation, forward
+    # Of gradients that disagree in the same step the last one in forward order, which backward meets first.
     deepest: Row | None
 
     @property
@@ -96,13 +80,7 @@ class Verdict:
 
 
 def compare(record: Record, reference: Reference, config: ResolvedConfig) -> Verdict:
-    """Compare the record of a layout with the reference.
-
-    Args:
-        record: of all ranks of the layout.
-        reference: of one process.
-        config: narrowed, of the layout.
-    """
+    """Compare the record of a layout with the reference. `record`: of all ranks of the layout."""
     exact = config.training.reproducible and (config.parallel.tp == 1 or canonical_blocks(config) > 1)
     expected, found = reference.record.tensors, record.tensors
     rows, rounding_only = [], []

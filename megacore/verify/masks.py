@@ -1,8 +1,6 @@
-"""Dropout masks: recorded where they are drawn, and drawn in one process as the ranks of a layout draw them.
-
-A mask may depend on the tensor-parallel rank that draws it (docs/explain/design.md, "Random numbers are functions of
-names"). A one-process run has the masks of a layout only if it draws them shard by shard.
-"""
+"""Dropout masks: recorded where they are drawn, and drawn in one process as the ranks of a layout draw them. A mask may
+depend on the tensor-parallel rank that draws it (docs/explain/design.md, "Random numbers are functions of names"). A
+one-process run has the masks of a layout only if it draws them shard by shard."""
 
 from __future__ import annotations
 

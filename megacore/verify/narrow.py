@@ -50,23 +50,14 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 
 @dataclass(frozen=True, kw_only=True)
 class Narrowed:
-    """A narrowed configuration.
+    """A narrowed configuration."""
 
-    Attributes:
-        config: resolved, for the same layout.
-        changes: every changed setting, as `--hidden-size 768 -> 32`.
-    """
-
-    config: ResolvedConfig
-    changes: tuple[str, ...]
+    config: ResolvedConfig  # resolved, for the same layout
+    changes: tuple[str, ...]  # every changed setting, as `--hidden-size 768 -> 32`
 
 
 def narrow(config: ResolvedConfig) -> Narrowed:
-    """Make the small copy.
-
-    Args:
-        config: resolved and valid.
-    """
+    """Make the small copy."""
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
     device = "cpu" if parallel.device == "auto" else parallel.device
     blocks, layout = _stages(config)

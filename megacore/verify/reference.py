@@ -34,39 +34,24 @@ _PERTURBED_RUNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one process computes.
+    """What one process computes."""
 
-    Attributes:
-        checkpoint: from which every run starts.
-        record: of the one-process run.
-        perturbed: the same run from weights that differ by one unit in the last place, several times.
-        loss_spread: relative difference of the losses of each step between one-process runs with two micro-batch
-            sizes, without dropout.
-        micro_batch_sizes: these two.
-        checks: results of the independent checks.
-    """
-
-    checkpoint: Path
-    record: Record
-    perturbed: tuple[Record, ...]
+    checkpoint: Path  # from which every run starts
+    record: Record  # of the one-process run
+    perturbed: tuple[Record, ...]  # the same run from weights that differ by one unit in the last place, several times
+    # Relative difference of the losses of each step between one-process runs with two micro-batch sizes, without
+    # dropout.
     loss_spread: tuple[float, ...]
     micro_batch_sizes: tuple[int, int]
-    checks: tuple[Check, ...]
+    checks: tuple[Check, ...]  # results of the independent checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One independent check of the one-process run.
+    """One independent check of the one-process run."""
 
-    Attributes:
-        name: what was compared with what.
-        worst: largest relative difference.
-        tolerance: of it.
-        tensors: compared.
-    """
-
-    name: str
-    worst: float
+    name: str  # what was compared with what
+    worst: float  # largest relative difference
     tolerance: float
     tensors: int
 
@@ -84,14 +69,7 @@ def relative_difference(actual: Array, expected: Array) -> float:
 
 
 def make_reference(config: ResolvedConfig, directory: Path, device: torch.device, layers: DescribesLayers) -> Reference:
-    """Train on one process, save a checkpoint on the way, and measure.
-
-    Args:
-        config: narrowed, of the layout.
-        directory: of the checkpoint.
-        device: to compute on.
-        layers: describes a GPT.
-    """
+    """Train on one process, save a checkpoint on the way, and measure."""
     one_rank, mesh = one_process(config), Mesh(device=device)
     checkpoint, warm = _warm_up(one_rank, mesh, directory, layers)
 

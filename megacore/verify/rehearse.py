@@ -95,33 +95,17 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A run that is cut to this machine.
+    """A run that is cut to this machine."""
 
-    Attributes:
-        full: the run as it is given, resolved.
-        cut: the run that is started, resolved.
-        lacking: what is wrong with the files that this machine lacks.
-        left_out: what of the run the cut one cannot have.
-    """
-
-    full: ResolvedConfig
-    cut: ResolvedConfig
-    lacking: tuple[str, ...]
-    left_out: tuple[str, ...]
+    full: ResolvedConfig  # the run as it is given, resolved
+    cut: ResolvedConfig  # the run that is started, resolved
+    lacking: tuple[str, ...]  # what is wrong with the files that this machine lacks
+    left_out: tuple[str, ...]  # what of the run the cut one cannot have
 
 
 def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
-    """A run cut to this machine.
-
-    Args:
-        words: of its command line.
-        entry: the name of its entry point.
-        most: processes.
-
-    Raises:
-        ConfigError: a file that the shape of the model or the schedule is in is missing.
-        UserError: no layout of so few processes has all other features.
-    """
+    """A run cut to this machine. `entry`: the name of its entry point. Raises ConfigError with a file that the shape of
+    the model or the schedule is in is missing; UserError where no layout of so few processes has all other features."""
     is_bert = entry == "pretrain_bert.py"
     full: ResolvedConfig = parse_config(
         words,

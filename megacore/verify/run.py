@@ -1,8 +1,6 @@
-"""Train a narrowed configuration for a few steps on this rank of a mesh, and record the tensors of every step.
-
-A record is a slice of a global tensor: `assemble` puts the slices of all ranks together, and notices where two ranks
-that hold the same elements disagree. The model starts from a real checkpoint, so that loading is verified as well.
-"""
+"""Train a narrowed configuration for a few steps on this rank of a mesh, and record the tensors of every step. A record
+is a slice of a global tensor: `assemble` puts the slices of all ranks together, and notices where two ranks that hold
+the same elements disagree. The model starts from a real checkpoint, so that loading is verified as well."""
 
 from __future__ import annotations
 
@@ -77,35 +75,22 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one rank holds of a tensor.
+    """What one rank holds of a tensor."""
 
-    Attributes:
-        key: of the tensor.
-        shape: of the global tensor.
-        slices: of the global tensor that the rank's local tensor holds.
-        local_shape: of the local tensor, padding included.
-        start: first element of the flattened local tensor in `values`.
-        values: flat.
-    """
-
-    key: Key
-    shape: tuple[int, ...]
-    slices: Slices
-    local_shape: tuple[int, ...]
-    start: int
+    key: Key  # of the tensor
+    shape: tuple[int, ...]  # of the global tensor
+    slices: Slices  # of the global tensor that the rank's local tensor holds
+    local_shape: tuple[int, ...]  # of the local tensor, padding included
+    start: int  # first element of the flattened local tensor in `values`
     values: Array
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Tensors of a run.
+    """Tensors of a run."""
 
-    Attributes:
-        tensors: whole, fp64.
-        disagreements: of tensors that several ranks hold, those whose copies differ, with the ranks and by how much.
-    """
-
-    tensors: dict[Key, Array] = field(default_factory=dict)
+    tensors: dict[Key, Array] = field(default_factory=dict)  # whole, fp64
+    # Of tensors that several ranks hold, those whose copies differ, with the ranks and by how much.
     disagreements: dict[Key, str] = field(default_factory=dict)
 
 
@@ -142,14 +127,7 @@ def make_task(config: ResolvedConfig, mesh: Mesh, layers: DescribesLayers) -> Ta
 
 
 def batches(config: ResolvedConfig, mesh: Mesh, task: Task, *, after: int) -> Iterator[Sequence[Any]]:
-    """This rank's microbatches of each step.
-
-    Args:
-        config: narrowed.
-        mesh: this rank's groups.
-        task: has the type of microbatches.
-        after: steps to skip.
-    """
+    """This rank's microbatches of each step. `task`: has the type of microbatches."""
     training = config.training
     samples = (WARMUP_STEPS + STEPS) * training.global_batch_size
     data: Any = UnevenData(config, samples)
@@ -169,11 +147,7 @@ def batches(config: ResolvedConfig, mesh: Mesh, task: Task, *, after: int) -> It
 
 
 class Recorder:
-    """Runs steps of a model on this rank and keeps what they made.
-
-    Args:
-        steps: the model with its optimizer.
-    """
+    """Runs steps of a model on this rank and keeps what they made. `steps`: the model with its optimizer."""
 
     def __init__(self, steps: TrainStep) -> None:
         self.steps, self.mesh, self.pieces, self._step = steps, steps.mesh, list[Piece](), 0
@@ -183,12 +157,8 @@ class Recorder:
         self._segments = sorted(steps.model.data_parallel.segments, key=lambda local: position[local.spec.name])
 
     def run(self, microbatches: Iterable[Sequence[Any]], *, masks: AbstractContextManager[None] | None = None) -> None:
-        """Train `STEPS` steps.
-
-        Args:
-            microbatches: of each step.
-            masks: open while the steps run, and decides how masks are drawn; None: as the layout draws them.
-        """
+        """Train `STEPS` steps. `masks`: open while the steps run, and decides how masks are drawn; None: as the layout
+        draws them."""
         self.note_state()
         with ExitStack() as stack:
             if not self.steps.config.training.compile:
@@ -309,11 +279,7 @@ def load_steps(config: ResolvedConfig, mesh: Mesh, checkpoint: Path, layers: Des
 
 
 def assemble(pieces: Mapping[int, Sequence[Piece]]) -> Record:
-    """Whole tensors from the pieces of every rank.
-
-    Args:
-        pieces: by rank.
-    """
+    """Whole tensors from the pieces of every rank."""
     record = Record()
     locals_: dict[tuple[Key, Slices], Array] = {}
     parts: dict[tuple[Key, Slices], Piece] = {}

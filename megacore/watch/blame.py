@@ -28,17 +28,11 @@ _FRESH = 0.5  # of the age of the oldest mark: a rank that has moved later is no
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A rank as its node's watcher sees it: its ledger, and the state of its process.
-
-    Attributes:
-        record: the ledger.
-        state: of the process.
-        is_busy: whether its main thread is on a processor, and not asleep until others have done something.
-    """
+    """A rank as its node's watcher sees it: its ledger, and the state of its process."""
 
     record: Record
-    state: State = "running"
-    is_busy: bool = False
+    state: State = "running"  # of the process
+    is_busy: bool = False  # whether its main thread is on a processor, and not asleep until others have done something
 
     @property
     def rank(self) -> int:
@@ -56,19 +50,12 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Who blocks the run.
-
-    Attributes:
-        kind: the evidence.
-        ranks: the culprits; of a cycle its members; empty if undetermined.
-        is_certain: whether the evidence leaves no other explanation.
-        why: a sentence for a person.
-    """
+    """Who blocks the run."""
 
     kind: Kind
-    ranks: tuple[int, ...] = ()
-    is_certain: bool = False
-    why: str = ""
+    ranks: tuple[int, ...] = ()  # the culprits; of a cycle its members; empty if undetermined
+    is_certain: bool = False  # whether the evidence leaves no other explanation
+    why: str = ""  # a sentence for a person
 
 
 def blame(seen: Iterable[Seen], world_size: int) -> Verdict:

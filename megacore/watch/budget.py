@@ -53,12 +53,7 @@ def still_seconds(seen: Sequence[Seen]) -> float:
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a run may stand still, and what sets that.
-
-    Attributes:
-        seconds: the time.
-        reason: in words.
-    """
+    """How long a run may stand still, and what sets that."""
 
     seconds: float
     reason: str

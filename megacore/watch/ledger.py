@@ -67,71 +67,41 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a rank says about itself once.
-
-    Attributes:
-        rank: global.
-        world_size: number of ranks.
-        local_world_size: number of ranks on this node.
-        host: the node's name.
-        pid: of the process.
-        born: when the process started, in clock ticks since boot, which tells it from a later one of the same number.
-        degrees: ranks along each dimension, outermost first.
-        output_dir: of the run.
-        hang_timeout: seconds.
-        collective_timeout: seconds after which the backend itself fails.
-        node: the node's number.
-    """
+    """What a rank says about itself once."""
 
     rank: int
-    world_size: int
-    local_world_size: int
-    host: str
-    pid: int
-    born: int
-    degrees: Mapping[str, int]
-    output_dir: str
-    hang_timeout: float
-    collective_timeout: float
-    node: int = 0
+    world_size: int  # number of ranks
+    local_world_size: int  # number of ranks on this node
+    host: str  # the node's name
+    pid: int  # of the process
+    born: int  # when the process started, in clock ticks since boot, which tells it from a later one of the same number
+    degrees: Mapping[str, int]  # ranks along each dimension, outermost first
+    output_dir: str  # of the run
+    hang_timeout: float  # seconds
+    collective_timeout: float  # seconds after which the backend itself fails
+    node: int = 0  # the node's number
 
 
 class _Kind(NamedTuple):
-    """What operations of a phase over the same ranks share.
+    """What operations of a phase over the same ranks share."""
 
-    Attributes:
-        word: counts them and the other operations of their channel.
-        tag: phase and channel, to which the size is added.
-        code: of the phase in which to wait for one.
-        ranks: kept, because their identity must not be used again.
-    """
-
-    word: int
-    tag: int
-    code: int
-    ranks: tuple[int, ...]
+    word: int  # counts them and the other operations of their channel
+    tag: int  # phase and channel, to which the size is added
+    code: int  # of the phase in which to wait for one
+    ranks: tuple[int, ...]  # kept, because their identity must not be used again
 
 
 class Ledger:
     """Writes this process's ledger.
 
-    Args:
-        directory: of the node's ledgers.
-        identity: of this rank.
-
     Attributes:
-        directory: of the node's ledgers.
-        path: of this one.
-        seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
-        first_step: whether no step has been done.
-        in_step: whether a step is under way.
-        had_deviated: whether this rank had left its usual order of operations when it voted last. Later the ranks may
-            have left it together, to find out why a loss is not finite.
+        had_deviated: whether this rank had left its usual order of operations when it voted last. Later the ranks
+            may have left it together, to find out why a loss is not finite.
     """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.identity, self.directory = identity, directory
-        self.path = directory / f"rank-{identity.rank}{SUFFIX}"
+        self.path = directory / f"rank-{identity.rank}{SUFFIX}"  # of this one
         new = self.path.with_suffix(f".{identity.pid}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -149,10 +119,11 @@ class Ledger:
         self._log = OperationLog(_CHANNELS, MESSAGES)
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), monotonic()
+        # Time that this process has spent in each phase itself, without the phases inside it; by its number.
         self.seconds = [0.0] * 64
-        self.first_step = True
+        self.first_step = True  # whether no step has been done
         self._order = UsualOrder()
-        self.in_step = self.had_deviated = False
+        self.in_step = self.had_deviated = False  # whether a step is under way
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -286,10 +257,8 @@ class Ledger:
         return 1, total % AGREED
 
     def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]] | None:
-        """The operations on each channel since the last vote but one: number, kind and bytes.
-
-        Those before are agreed on, or the run would have ended. None if there were more than are remembered.
-        """
+        """The operations on each channel since the last vote but one: number, kind and bytes. Those before are agreed
+        on, or the run would have ended. None if there were more than are remembered."""
         recent = self._log.since_last_vote_but_one()
         if recent is None:
             return None
@@ -359,10 +328,7 @@ def _progressions(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def _reserve(descriptor: int) -> None:
     """Give a new file its size, and memory for all of it: writing to a mapped page that has none kills the process.
-
-    Raises:
-        OSError: there is no room.
-    """
+    Raises OSError where there is no room."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, SIZE)
     else:

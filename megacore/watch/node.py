@@ -1,8 +1,6 @@
-"""The ledgers of a node: where they lie, which ranks have one, and the stacks of these ranks.
-
-The directory is in memory (/dev/shm) where there is such a file system, otherwise a temporary one. Its name follows
-from what the ranks of a job and node share, and only this user can open it.
-"""
+"""The ledgers of a node: where they lie, which ranks have one, and the stacks of these ranks. The directory is in
+memory (/dev/shm) where there is such a file system, otherwise a temporary one. Its name follows from what the ranks of
+a job and node share, and only this user can open it."""
 
 from __future__ import annotations
 
@@ -39,13 +37,7 @@ def base() -> Path:
 
 
 def directory_of(environment: Mapping[str, str], node: int, output_dir: str) -> Path:
-    """Where the ranks of a job on this node keep their ledgers.
-
-    Args:
-        environment: the launcher's variables.
-        node: its number.
-        output_dir: of the run.
-    """
+    """Where the ranks of a job on this node keep their ledgers."""
     alone = str(os.getpid()) if environment.get("WORLD_SIZE", "1") == "1" else ""
     shared = [environment.get(name, "") for name in (*_ENVIRONMENT, *_SLURM)]
     key = json.dumps([*shared, node, os.path.abspath(output_dir), alone])
@@ -53,11 +45,8 @@ def directory_of(environment: Mapping[str, str], node: int, output_dir: str) -> 
 
 
 def make(directory: Path) -> None:
-    """Make the directory of ledgers, or take the one that another rank made.
-
-    Raises:
-        OSError: it cannot be made, or belongs to somebody else.
-    """
+    """Make the directory of ledgers, or take the one that another rank made. Raises OSError where it cannot be made, or
+    belongs to somebody else."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     status = directory.lstat()
@@ -82,14 +71,9 @@ def directories() -> Iterator[Path]:
 
 
 class Node:
-    """The ledgers of one directory, which an earlier run may have used and left.
-
-    A ledger whose process is gone belongs to that run, unless the process made a mark after one that lives had started.
-    Where none lives, it is known only if it was seen before.
-
-    Args:
-        directory: of the ledgers.
-    """
+    """The ledgers of one directory, which an earlier run may have used and left. A ledger whose process is gone belongs
+    to that run, unless the process made a mark after one that lives had started. Where none lives, it is known only if
+    it was seen before."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -25,14 +25,8 @@ _SILENT_SECONDS = 10.0  # a node that stands still publishes far more often
 
 
 class Nodes:
-    """This watcher's place among those of the other nodes.
-
-    Args:
-        environment: the launcher's variables.
-        node: number of this node.
-        world_size: ranks of the job.
-        local_world_size: ranks of this node, and of every other one.
-    """
+    """This watcher's place among those of the other nodes. `local_world_size`: ranks of this node, and of every other
+    one."""
 
     def __init__(self, environment: Mapping[str, str], node: int, world_size: int, local_world_size: int) -> None:
         self.node, self.count = node, math.ceil(world_size / local_world_size)
@@ -48,13 +42,7 @@ class Nodes:
         return self.node == 0
 
     def publish(self, seen: Sequence[Seen], still: float, *, urgent: bool) -> None:
-        """Tell the other nodes what the ranks of this one do.
-
-        Args:
-            seen: these ranks.
-            still: seconds for which none of them has moved.
-            urgent: whether that is long.
-        """
+        """Tell the other nodes what the ranks of this one do. `still`: seconds for which none of them has moved."""
         waits = 0.0 if urgent != self._was_urgent else 1.0 if urgent else _QUIET_SECONDS
         if time.monotonic() - self._published < waits or self._is_asking:
             return
@@ -66,10 +54,8 @@ class Nodes:
 
     def others(self) -> list[tuple[list[Seen], float]] | None:
         """The ranks of every other node, with the seconds for which they stand still; None if a node may yet move, or
-        if the first node is to decide and does.
-
-        A node that was expected to publish and does not is left out: it is out of reach.
-        """
+        if the first node is to decide and does. A node that was expected to publish and does not is left out: it is out
+        of reach."""
         if not self.decides:
             return [] if self._publication(0) is None else None
         others = []
@@ -126,11 +112,9 @@ class Nodes:
         return self._call is not None and self._call.is_alive()
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
-        """The store's answer; None if it does not answer soon, is not served yet, or no longer.
-
-        torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
-        the store is asked nothing else.
-        """
+        """The store's answer; None if it does not answer soon, is not served yet, or no longer. torch waits without a
+        limit for an answer over a connection that is cut. So a thread waits, and while it does the store is asked
+        nothing else."""
         if self._is_asking:
             return None
         answers: list[T] = []

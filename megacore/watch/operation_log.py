@@ -1,7 +1,5 @@
-"""The operations that a rank has posted, and a digest of those on each channel, which ranks can compare.
-
-An operation is a number: its size in bytes << 16 | its channel << 8 | its phase.
-"""
+"""The operations that a rank has posted, and a digest of those on each channel, which ranks can compare. An operation
+is a number: its size in bytes << 16 | its channel << 8 | its phase."""
 
 from __future__ import annotations
 
@@ -15,18 +13,13 @@ _PRIME, _BASE = 2**61 - 1, 0x1A2F_9D3B_75C4_E68D  # of the digests: a Mersenne p
 
 
 class _Run:
-    """A series of operations, and what it adds to the digests of its channels.
-
-    The digest of a channel is a polynomial whose coefficients are its operations: it is the same however they are cut
-    into series. Sending and receiving a message count as the same operation.
-
-    Attributes:
-        operations: the series.
-        digests: by the number of a channel: the factor for the digest so far, and the term that is added to it.
-    """
+    """A series of operations, and what it adds to the digests of its channels. The digest of a channel is a polynomial
+    whose coefficients are its operations: it is the same however they are cut into series. Sending and receiving a
+    message count as the same operation."""
 
     def __init__(self, operations: list[int], messages: Collection[int]) -> None:
         self.operations = operations
+        # By the number of a channel: the factor for the digest so far, and the term that is added to it.
         self.digests: dict[int, tuple[int, int]] = {}
         for operation in operations:
             number, phase, nbytes = operation >> 8 & 0xFF, operation & 0xFF, operation >> 16
@@ -42,15 +35,11 @@ class OperationLog:
     Args:
         channels: the largest number of a channel.
         messages: phases that count as one.
-
-    Attributes:
-        posted: operations since a step last began or ended; whoever posts one appends it.
-        digests: of each channel, by its number, of the operations that `digest` has noted.
     """
 
     def __init__(self, channels: int, messages: Collection[int]) -> None:
-        self.posted: list[int] = []
-        self.digests = [0] * (channels + 1)
+        self.posted: list[int] = []  # operations since a step last began or ended; whoever posts one appends it
+        self.digests = [0] * (channels + 1)  # of each channel, by its number, of the operations that `digest` has noted
         self._messages = messages
         self._digested = 0  # how many of `posted`
         self._runs: dict[int, _Run] = {}  # by where they begin in `posted`

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 
 
 class UsualOrder:
-    """Compares each step's operations with those of the step before, from the second equal step on.
-
-    An operation is a number that stands for its kind, group and size.
-
-    Attributes:
-        left_in: number of the step in which the rank left its order; 0: it has not, or a whole step was usual since.
-        expected: the operations that the step has not come to yet; None: any may follow.
-    """
+    """Compares each step's operations with those of the step before, from the second equal step on. An operation is a
+    number that stands for its kind, group and size."""
 
     def __init__(self) -> None:
+        # Number of the step in which the rank left its order; 0: it has not, or a whole step was usual since.
         self.left_in = 0
+        # The operations that the step has not come to yet; None: any may follow.
         self.expected: Iterator[int] | None = None
         self._step = 0
         self._usual: list[int] = []
@@ -32,11 +28,7 @@ class UsualOrder:
         self.left_in, self.expected = self._step, None
 
     def end(self, done: list[int]) -> None:
-        """The step is done.
-
-        Args:
-            done: its operations; kept.
-        """
+        """The step is done."""
         self.expected = None
         if done == self._usual:
             self._is_settled, self.left_in = True, 0

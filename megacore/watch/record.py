@@ -21,41 +21,23 @@ _READS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A ledger as it was read.
+    """A ledger as it was read."""
 
-    Attributes:
-        identity: of the rank.
-        phase: the innermost one.
-        section: the outer phase, which decides how long the inner one may take.
-        age: seconds since the last mark.
-        step: number of the step, from 1; 0 before the first.
-        stage: pipeline stage of a forward or backward, else None.
-        microbatch: its number in the step, else None.
-        channel: what the rank communicates over, or None.
-        awaited: the number of the operation on the channel that the rank waits for, from 1.
-        nbytes: size of that operation on this rank.
-        posted: operations that the rank has begun on each channel.
-        deviation: number of the step in which the rank left its usual order of operations; 0: it has not.
-        median_step: seconds; 0 until it is known.
-        flags: of `Flag`.
-        terminating: seconds since a signal asked this rank to end; None: none has.
-    """
-
-    identity: Identity
-    phase: Phase
-    section: Phase
-    age: float
-    step: int = 0
-    stage: int | None = None
-    microbatch: int | None = None
-    channel: Channel | None = None
-    awaited: int = 0
-    nbytes: int = 0
-    posted: Mapping[Channel, int] = field(default_factory=dict)
-    deviation: int = 0
-    median_step: float = 0.0
-    flags: int = 0
-    terminating: float | None = None
+    identity: Identity  # of the rank
+    phase: Phase  # the innermost one
+    section: Phase  # the outer phase, which decides how long the inner one may take
+    age: float  # seconds since the last mark
+    step: int = 0  # number of the step, from 1; 0 before the first
+    stage: int | None = None  # pipeline stage of a forward or backward, else None
+    microbatch: int | None = None  # its number in the step, else None
+    channel: Channel | None = None  # what the rank communicates over, or None
+    awaited: int = 0  # the number of the operation on the channel that the rank waits for, from 1
+    nbytes: int = 0  # size of that operation on this rank
+    posted: Mapping[Channel, int] = field(default_factory=dict)  # operations that the rank has begun on each channel
+    deviation: int = 0  # number of the step in which the rank left its usual order of operations; 0: it has not
+    median_step: float = 0.0  # seconds; 0 until it is known
+    flags: int = 0  # of `Flag`
+    terminating: float | None = None  # seconds since a signal asked this rank to end; None: none has
 
     @property
     def rank(self) -> int:
@@ -91,16 +73,10 @@ class Record:
 class LedgerFile:
     """Another process's ledger.
 
-    Args:
-        path: of the file.
+    Raises ValueError where it is not complete yet, or none; OSError where it cannot be read.
 
     Attributes:
         identity: of the rank.
-        inode: tells the file from one that a later process of the same rank has put in its place.
-
-    Raises:
-        ValueError: it is not complete yet, or none.
-        OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,6 +85,7 @@ class LedgerFile:
             status = os.fstat(descriptor)
             if status.st_size != SIZE:
                 raise ValueError(f"{path} is not a ledger")
+            # Tells the file from one that a later process of the same rank has put in its place.
             self.inode = status.st_ino
             self._map = mmap.mmap(descriptor, SIZE)
         finally:

@@ -97,7 +97,6 @@ def hang_report(
 
     Args:
         seen: the ranks that have a ledger, one or more.
-        verdict: who holds them up.
         seconds: for which no rank has moved.
         allowed: for how long they may, in words.
         stacks: of the ranks that were asked for theirs, Python stacks as faulthandler writes them; empty where a

@@ -22,12 +22,7 @@ Operations = Mapping[Channel, Sequence[tuple[int, str, int]]]  # number, kind an
 
 
 def different_operations(step: int, mesh: Mesh) -> str:
-    """What differs, and on which rank; all ranks call this together.
-
-    Args:
-        step: in which it was noticed.
-        mesh: this rank's groups.
-    """
+    """What differs, and on which rank; all ranks call this together. `step`: in which it was noticed."""
     ledger = this_ledger()
     assert ledger is not None, "every rank has voted"
     everyone = all_gather_objects((ledger.recent_operations(), ledger.had_deviated), mesh.world)
@@ -46,17 +41,11 @@ def different_operations(step: int, mesh: Mesh) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """An operation that the members of a channel posted differently.
-
-    Attributes:
-        channel: the members.
-        number: of the operation on the channel.
-        posted: by rank what it posted, in words.
-    """
+    """An operation that the members of a channel posted differently."""
 
     channel: Channel
-    number: int
-    posted: Mapping[int, str]
+    number: int  # of the operation on the channel
+    posted: Mapping[int, str]  # by rank what it posted, in words
 
     def in_words(self) -> str:
         """`message 12 from rank 0 to rank 1: rank 0: 96 bytes; rank 1: 32 bytes`."""
@@ -72,11 +61,8 @@ class Difference:
 
 
 def first_difference(everyone: Sequence[Operations]) -> Difference | None:
-    """The first operation of a channel that its members posted differently.
-
-    Args:
-        everyone: the operations of every rank, by rank, since the ranks last agreed on them.
-    """
+    """The first operation of a channel that its members posted differently. `everyone`: the operations of every rank,
+    by rank, since the ranks last agreed on them."""
     for channel in {channel: None for operations in everyone for channel in operations}:
         posted = {
             rank: {number: f"{kind} of {size:,} bytes" for number, kind, size in everyone[rank].get(channel, ())}

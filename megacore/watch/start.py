@@ -1,8 +1,6 @@
-"""A rank's side of the watchdog: its ledger, from before torch is imported to the last thing it does.
-
-The first rank of a node that gets here starts the node's watcher, a separate process: it needs none of the ranks, and
-ends when the last of them is gone.
-"""
+"""A rank's side of the watchdog: its ledger, from before torch is imported to the last thing it does. The first rank of
+a node that gets here starts the node's watcher, a separate process: it needs none of the ranks, and ends when the last
+of them is gone."""
 
 from __future__ import annotations
 
@@ -45,15 +43,9 @@ class _Kept:
 
 
 def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
-    """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already.
-
-    A node without a place for ledgers is not watched, and says so; the run does not depend on it.
-
-    Args:
-        config: resolved.
-        leaves_if_hung: whether the process is the trainer's, which ends with a status of its own. A program of one's
-            own may handle the signal.
-    """
+    """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already. A node without a
+    place for ledgers is not watched, and says so; the run does not depend on it. `leaves_if_hung`: whether the process
+    is the trainer's, which ends with a status of its own. A program of one's own may handle the signal."""
     if Current.heartbeat is not None or config.watch.hang_timeout_minutes == 0:
         return
     identity = _identity(config, os.environ)
@@ -74,11 +66,8 @@ def begin_in(directory: Path, identity: Identity) -> bool:
     The watcher of an earlier run announces that it leaves, and then looks for new ledgers a last time. A rank writes
     its ledger, and then looks for the announcement. So at least one of them notices the other.
 
-    Returns:
-        Whether that is so; False: the directory has been removed meanwhile.
-
-    Raises:
-        OSError: there is no room for ledgers.
+    Returns whether that is so; False: the directory has been removed meanwhile. Raises OSError where there is no room
+    for ledgers.
     """
     try:
         make(directory)
@@ -110,9 +99,7 @@ def end_watch() -> None:
 
 def hang_is_reported() -> bool:
     """Whether the watcher has reported why the run ends, such as a hang, and ends it: nobody else is to say anything.
-
-    The report is left for the launcher, which asks every rank.
-    """
+    The report is left for the launcher, which asks every rank."""
     if (ledger := this_ledger()) is None or not ledger.verdict:
         return False
     with contextlib.suppress(OSError):
@@ -134,11 +121,8 @@ def left_its_order() -> str:
 
 
 def died_without_a_word(within_seconds: float) -> str:
-    """Names the ranks of this node that have ended and have not said why; empty if there are none.
-
-    Args:
-        within_seconds: to wait for the first of them.
-    """
+    """Names the ranks of this node that have ended and have not said why; empty if there are none. `within_seconds`: to
+    wait for the first of them."""
     if (ledger := this_ledger()) is None:
         return ""
     node, deadline = Node(ledger.directory), time.monotonic() + within_seconds

@@ -1,8 +1,6 @@
-"""Which rank is slow: the time that each rank computes, compared with the other ranks of its pipeline stage.
-
-A rank that waits for a slow rank takes as long as that rank, so only the time without communication tells them apart.
-Waits for data and Python's garbage collection are counted separately, as different causes.
-"""
+"""Which rank is slow: the time that each rank computes, compared with the other ranks of its pipeline stage. A rank
+that waits for a slow rank takes as long as that rank, so only the time without communication tells them apart. Waits
+for data and Python's garbage collection are counted separately, as different causes."""
 
 from __future__ import annotations
 
@@ -56,18 +54,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The slowest rank beside its stage.
-
-    Attributes:
-        rank: its number.
-        ratio: its computing time over the median of its stage.
-        excess: seconds by which it is above that median.
-        times: its own.
-    """
+    """The slowest rank beside its stage."""
 
     rank: int
-    ratio: float
-    excess: float
+    ratio: float  # its computing time over the median of its stage
+    excess: float  # seconds by which it is above that median
     times: Times
 
     @property
@@ -76,13 +67,8 @@ class Straggler:
 
 
 def times_between(before: Sequence[float], after: Sequence[float], gc: float) -> Times:
-    """What a ledger's `seconds` say about the time between two readings.
-
-    Args:
-        before: the first reading.
-        after: the second one.
-        gc: seconds of garbage collection in between.
-    """
+    """What a ledger's `seconds` say about the time between two readings. `gc`: seconds of garbage collection in
+    between."""
     spent = [b - a for a, b in zip(before, after, strict=True)]
     compute = sum(spent[phase] for phase in _COMPUTING)
     communication = sum(spent[phase] for phase in Phase if phase.communicates)
@@ -90,12 +76,8 @@ def times_between(before: Sequence[float], after: Sequence[float], gc: float) ->
 
 
 def slowest(times: Mapping[int, Times], stages: Mapping[int, int]) -> Straggler:
-    """The rank that is furthest above the median of its stage.
-
-    Args:
-        times: by rank.
-        stages: number of each rank's place in the pipeline.
-    """
+    """The rank that is furthest above the median of its stage. `stages`: number of each rank's place in the
+    pipeline."""
     alike: dict[int, list[float]] = {}
     for rank, own in times.items():
         alike.setdefault(stages[rank], []).append(own.compute)
@@ -117,13 +99,7 @@ class Noticed:
         self._last: int | None = None
 
     def add(self, times: Mapping[int, Times], steps: int, stages: Mapping[int, int]) -> Straggler | None:
-        """The slow rank, with its times per step, if it is to be named now.
-
-        Args:
-            times: of some steps, by rank.
-            steps: their number.
-            stages: of the ranks.
-        """
+        """The slow rank, with its times per step, if it is to be named now. `times`: of some steps, by rank."""
         self._times = {rank: self._times.get(rank, Times()) + own for rank, own in times.items()}
         self._steps += steps
         if self._steps < _WINDOW:

@@ -1,8 +1,6 @@
-"""The process that watches the ranks of a node: `python -m megacore.watch.watcher DIRECTORY DESCRIPTOR`.
-
-It reads their ledgers a few times a second and needs nothing from them: a rank that is stopped, or that blocks in C and
-holds the interpreter's lock, is seen like any other. It ends with the last rank, whatever ended that.
-"""
+"""The process that watches the ranks of a node: `python -m megacore.watch.watcher DIRECTORY DESCRIPTOR`. It reads their
+ledgers a few times a second and needs nothing from them: a rank that is stopped, or that blocks in C and holds the
+interpreter's lock, is seen like any other. It ends with the last rank, whatever ended that."""
 
 from __future__ import annotations
 
@@ -37,12 +35,7 @@ _SECONDS_FOR_A_LAUNCHER = 1.5  # to end the others, where one has died
 
 
 class Watcher:
-    """Watches the ranks of a node until they are gone.
-
-    Args:
-        node: their ledgers.
-        messages: where reports go.
-    """
+    """Watches the ranks of a node until they are gone."""
 
     def __init__(self, node: Node, messages: TextIO) -> None:
         self.messages = messages
@@ -168,9 +161,8 @@ class Watcher:
     # ---- deaths
 
     def _died_at_start(self, seen: Sequence[Seen]) -> bool:
-        """Whether a rank died before the ranks watch each other; then it is reported and they are gone.
-
-        Not if it has said why, or was asked to end, or if a launcher has ended the others as well."""
+        """Whether a rank died before the ranks watch each other; then it is reported and they are gone. Not if it has
+        said why, or was asked to end, or if a launcher has ended the others as well."""
         dead = [one for one in seen if one.state == "gone" and not one.is_done and not one.is_outside]
         living = [one for one in seen if one.state != "gone" and not one.is_done]
         if not dead or not living or any(one.record.flags & (Flag.GUARDED | Flag.SPOKE) for one in (*dead, *living)):

@@ -1,6 +1,5 @@
 """From a configuration of pretrain_bert.py to its datasets, and what its inputs must have beyond GPT's: a tokenizer
-with the tokens that samples are put together with, and documents of sentences where pairs are asked for.
-"""
+with the tokens that samples are put together with, and documents of sentences where pairs are asked for."""
 
 from __future__ import annotations
 
@@ -33,11 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_bert_inputs(config: ResolvedBertConfig) -> None:
-    """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod.
-
-    Raises:
-        InputErrors: Everything that is wrong.
-    """
+    """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod. Raises
+    InputErrors where Everything that is wrong."""
     problems: list[str] = []
     try:
         check_inputs(config)
@@ -66,15 +62,8 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
 
 @section(Phase.INDEX)
 def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None = None) -> Datasets:
-    """Make the datasets of a resolved configuration.
-
-    Args:
-        config: A resolved configuration.
-        train_samples: Size of the training set, by default `train_iters` global batches.
-
-    Raises:
-        DataError: An input is unusable.
-    """
+    """Make the datasets of a resolved configuration. `train_samples`: Size of the training set, by default
+    `train_iters` global batches. Raises DataError where an input is unusable."""
     section = config.bert
     vocab_size = config.model.vocab_size
     tokens, masking = _masking(config, vocab_size)
@@ -123,11 +112,8 @@ def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None
 
 
 def _masking(config: ResolvedBertConfig, vocab_size: int) -> tuple[SpecialTokens, Masking]:
-    """The special tokens and the rules of masking of a run.
-
-    Raises:
-        DataError: The tokenizer has not what they need.
-    """
+    """The special tokens and the rules of masking of a run. Raises DataError where the tokenizer has not what they
+    need."""
     section = config.bert
     if config.data.mock_data:
         return MOCK_TOKENS, mock_masking(vocab_size, prob=section.mask_prob, max_ngram=section.max_ngram)
@@ -146,11 +132,8 @@ def _masking(config: ResolvedBertConfig, vocab_size: int) -> tuple[SpecialTokens
 
 
 def _check_sentences(config: ResolvedBertConfig, indexed: IndexedDataset) -> None:
-    """Refuse a dataset that gives no pairs where they are asked for, in a split that is read.
-
-    Raises:
-        DataError: Names the split, the task and the way out.
-    """
+    """Refuse a dataset that gives no pairs where they are asked for, in a split that is read. Raises DataError that
+    names the split, the task and the way out."""
     task = config.bert.sentence_task
     if task == "none":
         return

@@ -24,24 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BertBatch(Batch):
-    """What one forward pass of BERT reads.
+    """What one forward pass of BERT reads."""
 
-    Attributes:
-        tokens: int64 [b, s], with what is to be predicted masked, and padding after the end.
-        token_types: int64 [b, s], 0 in the first segment and in padding, 1 in the second segment.
-        documents: int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real
-            positions of a sample that is not packed are 1.
-        labels: int64 [b, s], the tokens before masking.
-        loss_mask: float32 [b, s], 1 where the token is predicted.
-        sentence_labels: int64 [b], 0 where the segments are in order, 1 where the second is another document's
-            (nsp) or they are swapped (sop), -1 where there is no sentence task.
-    """
-
-    tokens: torch.Tensor
-    token_types: torch.Tensor
+    tokens: torch.Tensor  # int64 [b, s], with what is to be predicted masked, and padding after the end
+    token_types: torch.Tensor  # int64 [b, s], 0 in the first segment and in padding, 1 in the second segment
+    # Int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real positions of a sample
+    # that is not packed are 1.
     documents: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
+    labels: torch.Tensor  # int64 [b, s], the tokens before masking
+    loss_mask: torch.Tensor  # float32 [b, s], 1 where the token is predicted
+    # Int64 [b], 0 where the segments are in order, 1 where the second is another document's (nsp) or they are swapped
+    # (sop), -1 where there is no sentence task.
     sentence_labels: torch.Tensor
 
 
@@ -50,9 +43,7 @@ class BertDataset:
 
     Args:
         text: Lays out samples before masking.
-        masking: The rules of masking.
         num_samples: Samples that will be asked for.
-        seq_length: Tokens of a sample.
         pad: Id of the padding token.
         seed: Seed of the samples' random numbers.
         stream: The dataset's number in the run, so that no two datasets draw the same random numbers.
@@ -77,11 +68,8 @@ class BertDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
-        """Sample `index`: the fields of `BertBatch` for one sample.
-
-        Raises:
-            DataError: The sample holds a token id outside the vocabulary.
-        """
+        """Sample `index`: the fields of `BertBatch` for one sample. Raises DataError where the sample holds a token id
+        outside the vocabulary."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, index, 0], np.uint64)))

@@ -38,23 +38,14 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """The rules of a run.
+    """The rules of a run."""
 
-    Attributes:
-        prob: Share of the tokens that are predicted.
-        mask: Id of the mask token.
-        special: bool [V], tokens that are never chosen, and never a random replacement.
-        ordinary: int64, ids of the others that the tokenizer has.
-        starts: bool [V], tokens that begin a word, where whole words are chosen; None: tokens are.
-        max_ngram: Most units in a row that are chosen together.
-    """
-
-    prob: float
-    mask: int
-    special: Bools
-    ordinary: NDArray[np.int64]
-    starts: Bools | None = None
-    max_ngram: int = 1
+    prob: float  # Share of the tokens that are predicted
+    mask: int  # Id of the mask token
+    special: Bools  # bool [V], tokens that are never chosen, and never a random replacement
+    ordinary: NDArray[np.int64]  # int64, ids of the others that the tokenizer has
+    starts: Bools | None = None  # bool [V], tokens that begin a word, where whole words are chosen; None: tokens are
+    max_ngram: int = 1  # Most units in a row that are chosen together
 
     def apply(
         self, tokens: NDArray[np.int64], begins: Bools | None, rng: np.random.Generator
@@ -63,8 +54,8 @@ class Masking:
 
         Args:
             tokens: int64 [n].
-            begins: bool [n], positions that begin a word whatever the token, such as a sentence's first; None: none.
-            rng: The sample's random numbers.
+            begins: bool [n], positions that begin a word whatever the token, such as a sentence's first; None:
+                none.
 
         Returns:
             int64 [n] the tokens that the model reads; bool [n] where it has to predict.
@@ -129,7 +120,6 @@ def draw_spans(
         runs: [units] number of the run that each unit belongs to, ascending.
         budget: Tokens to choose, at most their sum.
         max_ngram: Most units of a span; n of them have the weight 1/n.
-        rng: The sample's random numbers.
 
     Returns:
         (first unit, one after the last) of each span.
@@ -176,11 +166,8 @@ def _lots(rng: np.random.Generator) -> Iterator[float]:
 
 
 def special_tokens(tokenizer: Tokenizer, source: str) -> SpecialTokens:
-    """The ids that samples are put together with.
-
-    Raises:
-        DataError: The tokenizer has not all of them; names those, and the way out.
-    """
+    """The ids that samples are put together with. Raises DataError where the tokenizer has not all of them; names
+    those, and the way out."""
     missing = [name for role, name in _NAMES.items() if role not in tokenizer.roles]
     if missing:
         raise DataError(

@@ -24,7 +24,6 @@ class MockBertText:
 
     Args:
         vocab_size: Token ids lie in `[0, vocab_size)`.
-        seq_length: Tokens of a sample.
         task: `nsp`, `sop` or `none`.
         packed: Whether samples are filled with documents.
         short_seq_prob: Share of the samples that are cut to a random length.
@@ -71,11 +70,8 @@ class MockBertText:
 
 
 def mock_masking(vocab_size: int, *, prob: float, max_ngram: int) -> Masking:
-    """The rules of masking for generated text.
-
-    Raises:
-        DataError: The vocabulary is too small for special tokens and text.
-    """
+    """The rules of masking for generated text. Raises DataError where the vocabulary is too small for special tokens
+    and text."""
     if vocab_size < _SMALLEST:
         raise DataError(f"--vocab-size {vocab_size} is too small for --mock-data: use {_SMALLEST} or more")
     special = np.arange(vocab_size) < _SPECIAL

@@ -36,21 +36,13 @@ NO_LABEL = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A sample before masking, without padding.
+    """A sample before masking, without padding."""
 
-    Attributes:
-        tokens: int64 [n], n at most the sample's length.
-        token_types: int64 [n].
-        documents: int64 [n].
-        begins: bool [n], where a sentence begins; None where nobody asks.
-        label: Of the sentence task, -1 without one.
-    """
-
-    tokens: NDArray[np.int64]
-    token_types: NDArray[np.int64]
-    documents: NDArray[np.int64]
-    begins: Bools | None
-    label: int = NO_LABEL
+    tokens: NDArray[np.int64]  # int64 [n], n at most the sample's length
+    token_types: NDArray[np.int64]  # int64 [n]
+    documents: NDArray[np.int64]  # int64 [n]
+    begins: Bools | None  # bool [n], where a sentence begins; None where nobody asks
+    label: int = NO_LABEL  # Of the sentence task, -1 without one
 
 
 def joined(
@@ -60,9 +52,7 @@ def joined(
 
     Args:
         special: the tokens around the segments.
-        segments: one or two.
         begins: where sentences begin in each; None where nobody asks.
-        label: of the sentence task.
     """
     end, gap = np.array([special.sep]), np.zeros(1, np.bool_)
     tokens = np.concatenate([[special.cls], *(part for segment in segments for part in (segment, end))])
@@ -75,40 +65,24 @@ def joined(
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the samples of a run have in common.
+    """What the samples of a run have in common."""
 
-    Attributes:
-        seq_length: Tokens of a sample, special ones and padding included.
-        special: The tokens it is put together with.
-        short_seq_prob: Share of the samples that are cut to a random length.
-        mark_sentences: Whether a layout says where sentences begin.
-        vocab_size: Size of the vocabulary, checked in every sample.
-    """
-
-    seq_length: int
-    special: SpecialTokens
-    short_seq_prob: float
-    mark_sentences: bool
-    vocab_size: int
+    seq_length: int  # Tokens of a sample, special ones and padding included
+    special: SpecialTokens  # The tokens it is put together with
+    short_seq_prob: float  # Share of the samples that are cut to a random length
+    mark_sentences: bool  # Whether a layout says where sentences begin
+    vocab_size: int  # Size of the vocabulary, checked in every sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The part of a dataset that samples are made of, and how many are needed.
+    """The part of a dataset that samples are made of, and how many are needed."""
 
-    Attributes:
-        indexed: The opened .bin/.idx.
-        documents: The documents to use.
-        num_samples: Samples that will be asked for; epochs are added as needed.
-        seed: Seed of the order.
-        cache_dir: Directory of the index cache; None keeps the indices in memory.
-    """
-
-    indexed: IndexedDataset
-    documents: range
-    num_samples: int
-    seed: int
-    cache_dir: Path | None = None
+    indexed: IndexedDataset  # The opened .bin/.idx
+    documents: range  # The documents to use
+    num_samples: int  # Samples that will be asked for; epochs are added as needed
+    seed: int  # Seed of the order
+    cache_dir: Path | None = None  # Directory of the index cache; None keeps the indices in memory
 
     def cached(
         self, description: dict[str, object], build: Callable[[], Arrays], *, of_documents: bool = True
@@ -130,16 +104,8 @@ class Split:
 
 
 class BertText:
-    """Lays out the samples of a split.
-
-    Args:
-        split: What to read.
-        shape: Of the samples.
-        kind: The sentence task, or `packed`.
-
-    Raises:
-        DataError: The documents hold no tokens, or not the sentences that the task needs.
-    """
+    """Lays out the samples of a split. `kind`: The sentence task, or `packed`. Raises DataError where the documents
+    hold no tokens, or not the sentences that the task needs."""
 
     def __init__(self, split: Split, shape: Shape, kind: Literal["nsp", "sop", "none", "packed"]) -> None:
         self.kind, self._shape, self._indexed, self._first = kind, shape, split.indexed, split.documents.start
@@ -316,13 +282,8 @@ def sentence_chunks(indexed: IndexedDataset, documents: range, *, target: int) -
     tokens at least, and where it would leave a single one over, it takes that too. A document with fewer than two has
     no chunk.
 
-    Args:
-        indexed: The dataset.
-        documents: The documents to use.
-        target: Tokens that a chunk has at least, where its document does not end before.
-
-    Returns:
-        int64 [n] each: `first` and `stop`, the sequences of a chunk, and `document`, ascending.
+    `target`: Tokens that a chunk has at least, where its document does not end before. Returns int64 [n] each: `first`
+    and `stop`, the sequences of a chunk, and `document`, ascending.
     """
     parts = [_chunks_of(indexed, block, target) for block in _blocks(indexed, documents)]
     columns = zip(*parts, strict=True) if parts else ((np.empty(0, np.int64),),) * 3

@@ -42,15 +42,8 @@ class KnowsDocuments(Protocol):
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]:
-    """Which dataset each sample comes from.
-
-    Args:
-        weights: Positive shares, in any unit.
-        num_samples: Length of the order.
-
-    Returns:
-        int16 [num_samples] dataset numbers; in every prefix of n, |count - weight * n| < 1.
-    """
+    """Which dataset each sample comes from. `weights`: Positive shares, in any unit. Returns int16 [num_samples]
+    dataset numbers; in every prefix of n, |count - weight * n| < 1."""
     shares = [weight / sum(weights) for weight in weights]
     if len(shares) == 1:
         return np.zeros(num_samples, np.int16)
@@ -79,7 +72,6 @@ def blend_index(
 
     Args:
         weights: Positive shares, in any unit.
-        num_samples: Length of the order.
         cache_dir: Of the index cache; None: the order stays in memory.
         megatron: Whether the order is Megatron-LM's.
 
@@ -142,11 +134,8 @@ class BlendedDataset:
 
 
 class NamedSets:
-    """Several datasets of as many samples each, one after the other: a loader reads them as one.
-
-    Args:
-        sets: By name; the name of the validation data itself is empty.
-    """
+    """Several datasets of as many samples each, one after the other: a loader reads them as one. `sets`: By name; the
+    name of the validation data itself is empty."""
 
     def __init__(self, sets: Mapping[str, SampleDataset]) -> None:
         self.names, self.datasets = tuple(sets), tuple(sets.values())

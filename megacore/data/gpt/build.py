@@ -55,14 +55,8 @@ class Datasets(NamedTuple):
 
 
 def check_inputs(config: Config) -> int:
-    """Check the tokenizer and every dataset of a configuration.
-
-    Returns:
-        The size of the vocabulary to use: `--vocab-size`, or the tokenizer's.
-
-    Raises:
-        InputErrors: Everything that is wrong.
-    """
+    """Check the tokenizer and every dataset of a configuration. Returns the size of the vocabulary to use:
+    `--vocab-size`, or the tokenizer's. Raises InputErrors with everything that is wrong."""
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
     try:
@@ -90,11 +84,8 @@ def check_inputs(config: Config) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """The size of the vocabulary to use: `--vocab-size`, or the tokenizer's.
-
-    Raises:
-        DataError: There is no tokenizer where one is needed, or `--vocab-size` is smaller than its vocabulary.
-    """
+    """The size of the vocabulary to use: `--vocab-size`, or the tokenizer's. Raises DataError where there is no
+    tokenizer where one is needed, or `--vocab-size` is smaller than its vocabulary."""
     return _vocab_size(config, tokenizer_of(config))
 
 
@@ -102,16 +93,11 @@ def vocabulary_size(config: Config) -> int:
 def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 
-    The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With
-    `--eval-interval 0` there is only the training set.
+    The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With `--eval-interval 0`
+    there is only the training set.
 
-    Args:
-        config: A resolved configuration.
-        train_samples: Size of the training set; a run that resumes with another batch size reads others than
-            those of `train_iters` steps, which is the default.
-
-    Raises:
-        DataError: An input is unusable.
+    `train_samples`: Size of the training set; a run that resumes with another batch size reads others than those of
+    `train_iters` steps, which is the default. Raises DataError where an input is unusable.
     """
     vocab_size = config.model.vocab_size
     # The token that --eod-mask-loss leaves out of the loss.
@@ -153,19 +139,12 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
 
 
 class Part(NamedTuple):
-    """A dataset's documents that belong to a split.
+    """A dataset's documents that belong to a split."""
 
-    Attributes:
-        indexed: The opened dataset.
-        documents: Those of the split.
-        number: The dataset's position in --data-path.
-        stream: 0 for training, 1 for validation.
-    """
-
-    indexed: IndexedDataset
-    documents: range
-    number: int
-    stream: int
+    indexed: IndexedDataset  # The opened dataset
+    documents: range  # Those of the split
+    number: int  # The dataset's position in --data-path
+    stream: int  # 0 for training, 1 for validation
 
 
 def datasets_of(
@@ -177,7 +156,6 @@ def datasets_of(
     """The datasets of a run, of whatever kind of samples.
 
     Args:
-        config: A resolved configuration.
         train_samples: As for `build_datasets`.
         mock: Makes generated data of a stream (0 training, 1 validation) and a number of samples.
         dataset: Makes a dataset of a part and a number of samples.
@@ -215,11 +193,8 @@ def _named_sets(
     count: int,
     dataset: Callable[[Part, int], SampleDataset],
 ) -> NamedSets:
-    """The validation data, if there are some, and the sets of --valid-sets, of `count` samples each.
-
-    Raises:
-        DataError: A set has nothing to predict.
-    """
+    """The validation data, if there are some, and the sets of --valid-sets, of `count` samples each. Raises DataError
+    where a set has nothing to predict."""
     sets = {} if main is None else {"": main}
     for name, prefix in config.data.named_valid_sets().items():
         parts = parts_of(config, [opened[prefix]], 1, whole=True)
@@ -230,8 +205,8 @@ def _named_sets(
 
 
 def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int, *, whole: bool = False) -> list[Part]:
-    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens; for validation
-    on samples of whole documents, some with two tokens. With `whole`, a split has all documents."""
+    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens; for validation on
+    samples of whole documents, some with two tokens. With `whole`, a split has all documents."""
     parts = []
     for number, indexed in enumerate(opened):
         documents = range(indexed.num_documents)
@@ -255,11 +230,8 @@ class DocumentSplit(NamedTuple):
 
 
 def split_documents(indexed: IndexedDataset, shares: SplitShares) -> DocumentSplit:
-    """Split the documents into training, validation and test: disjoint, in order, and complete.
-
-    Raises:
-        DataError: There would be no document to train on.
-    """
+    """Split the documents into training, validation and test: disjoint, in order, and complete. Raises DataError where
+    there would be no document to train on."""
     count = indexed.num_documents
     bounds = [0, round(count * shares.train), round(count * (shares.train + shares.valid)), count]
     if shares.test == 0:
@@ -295,11 +267,8 @@ def _blended(
 def _blend(
     config: ResolvedConfig, parts: Sequence[Part], weights: list[float], count: int, *, is_given: bool
 ) -> tuple[Arrays, list[int]]:
-    """The order of a blend, and the samples that each dataset is built with.
-
-    Raises:
-        DataError: Megatron-LM's order of datasets without weights has too few samples.
-    """
+    """The order of a blend, and the samples that each dataset is built with. Raises DataError where Megatron-LM's order
+    of datasets without weights has too few samples."""
     cache = cache_dir(config, parts[0].indexed)
     if config.data.sample_order == "megacore":
         index = blend_index(weights, count, cache)
@@ -320,11 +289,7 @@ def _tokens(part: Part) -> float:
 
 
 def _fill_in(config: ResolvedConfig) -> FillInTheMiddle | None:
-    """What --fim-rate does to documents.
-
-    Raises:
-        DataError: The tokenizer has no tokens that mark the parts.
-    """
+    """What --fim-rate does to documents. Raises DataError where the tokenizer has no tokens that mark the parts."""
     data = config.data
     tokenizer = tokenizer_of(config) if data.fim_rate and not data.mock_data else None
     if tokenizer is None:
@@ -360,11 +325,8 @@ def _loaded(path: str, merges: str | None) -> Tokenizer:
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:
-    """The tokenizer of a configuration, if it has one.
-
-    Raises:
-        DataError: It cannot be read, or has no end of document where one is needed.
-    """
+    """The tokenizer of a configuration, if it has one. Raises DataError where it cannot be read, or has no end of
+    document where one is needed."""
     path = config.data.tokenizer
     if path is None:
         return None

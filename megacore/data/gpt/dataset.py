@@ -39,17 +39,11 @@ _SAMPLES = 1  # this use of an epoch's random numbers; 0 is the order of the doc
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much of the endless stream a number of samples needs.
+    """How much of the endless stream a number of samples needs."""
 
-    Attributes:
-        epochs: Epochs whose windows are used.
-        windows: Windows, of all those epochs, that samples may be.
-        passes: Times the documents are laid out; one more than `epochs` if the last window runs over.
-    """
-
-    epochs: int
-    windows: int
-    passes: int
+    epochs: int  # Epochs whose windows are used
+    windows: int  # Windows, of all those epochs, that samples may be
+    passes: int  # Times the documents are laid out; one more than `epochs` if the last window runs over
 
 
 def extent(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Extent:
@@ -74,8 +68,6 @@ def build_indices(
         documents: [n] document numbers, each once.
         lengths: [n] tokens of each of them.
         num_samples: Samples that will be asked for.
-        seq_length: Tokens of a sample.
-        seed: Seed of the order.
 
     Returns:
         `document_index` [passes * n], `sample_index` [windows + 1, 2] and `shuffle_index` [windows], all int64.
@@ -118,34 +110,21 @@ def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[n
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SplitSamples:
-    """Samples of one dataset, or of one split of it.
+    """Samples of one dataset, or of one split of it. Raises DataError where the loss mask belongs to another
+    dataset."""
 
-    Attributes:
-        indexed: The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
-        documents: The documents to use.
-        num_samples: Samples that will be asked for; epochs are added as needed.
-        seq_length: Tokens of a sample.
-        seed: Seed of the order.
-        cache_dir: Directory of the index cache; None keeps the indices in memory.
-        eod: Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`).
-        vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
-        boundaries: Whether samples tell `documents` and `positions`.
-        fill_in: Puts the middle of documents last; None leaves them as they are.
-
-    Raises:
-        DataError: The loss mask belongs to another dataset.
-    """
-
+    # The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
     indexed: IndexedDataset = field(kw_only=False)
-    documents: range = field(kw_only=False)
-    num_samples: int
-    seq_length: int
-    seed: int
-    cache_dir: Path | None = None
+    documents: range = field(kw_only=False)  # The documents to use
+    num_samples: int  # Samples that will be asked for; epochs are added as needed
+    seq_length: int  # Tokens of a sample
+    seed: int  # Seed of the order
+    cache_dir: Path | None = None  # Directory of the index cache; None keeps the indices in memory
+    # Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`)
     eod: int | None = None
-    vocab_size: int | None = None
-    boundaries: bool = False
-    fill_in: FillInTheMiddle | None = None
+    vocab_size: int | None = None  # Size of the vocabulary, checked in every sample; None checks nothing
+    boundaries: bool = False  # Whether samples tell `documents` and `positions`
+    fill_in: FillInTheMiddle | None = None  # Puts the middle of documents last; None leaves them as they are
 
     def __post_init__(self) -> None:
         self._mask = open_loss_mask(self.indexed)
@@ -170,16 +149,10 @@ class SplitSamples:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GPTDataset(SplitSamples):
-    """Windows of the stream of documents. With `eod`, the loss leaves out the last token of each document too.
+    """Windows of the stream of documents. With `eod`, the loss leaves out the last token of each document too. Raises
+    DataError where the documents hold no tokens, or the loss mask belongs to another dataset."""
 
-    Attributes:
-        order: Whose order of samples.
-
-    Raises:
-        DataError: The documents hold no tokens, or the loss mask belongs to another dataset.
-    """
-
-    order: Literal["megacore", "megatron"] = "megacore"
+    order: Literal["megacore", "megatron"] = "megacore"  # Whose order of samples
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,11 +173,8 @@ class GPTDataset(SplitSamples):
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens) and loss_mask float32 [s]; with
-        boundaries also documents and positions, as in `PackedMicrobatch`.
-
-        Raises:
-            DataError: The sample holds a token id outside the vocabulary.
-        """
+        boundaries also documents and positions, as in `PackedMicrobatch`. Raises DataError where the sample holds a
+        token id outside the vocabulary."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         spans = self._spans(int(self.shuffle_index[index]))

@@ -46,15 +46,9 @@ class Sentinels:
 
 
 def sentinels_of(tokenizer: Tokenizer, names: Sequence[str | None] = (None, None, None)) -> Sentinels:
-    """The sentinels in a tokenizer's vocabulary.
-
-    Args:
-        tokenizer: whose vocabulary.
-        names: of the prefix, the middle and the suffix; None: those of the first of `KNOWN_SENTINELS` that fits.
-
-    Raises:
-        DataError: The vocabulary has no such tokens, or two of them are one.
-    """
+    """The sentinels in a tokenizer's vocabulary. `names`: of the prefix, the middle and the suffix; None: those of the
+    first of `KNOWN_SENTINELS` that fits. Raises DataError where the vocabulary has no such tokens, or two of them are
+    one."""
     wanted = [tuple(given or known for given, known in zip(names, each, strict=True)) for each in KNOWN_SENTINELS]
     asked = {name for each in wanted for name in each}
     ids = {piece: i for i in range(tokenizer.vocab_size) if (piece := tokenizer.piece(i)) in asked}
@@ -76,25 +70,15 @@ def sentinels_of(tokenizer: Tokenizer, names: Sequence[str | None] = (None, None
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """Permutes the documents of samples, as a function of (seed, number, sample) only.
+    """Permutes the documents of samples, as a function of (seed, number, sample) only."""
 
-    Attributes:
-        rate: Probability of a document to be permuted.
-        spm_rate: Of those, the probability of suffix-prefix-middle.
-        sentinels: The three tokens.
-        eod: Id of the end-of-document token, which stays at the end of its document, if there is one.
-        seed: Of the random numbers.
-        number: Of the dataset among those that are blended, so that each draws its own.
-        tokenizer: Cuts documents at characters; None cuts between tokens.
-    """
-
-    rate: float
-    spm_rate: float
-    sentinels: Sentinels
-    eod: int | None
-    seed: int
-    number: int = 0
-    tokenizer: Tokenizer | None = None
+    rate: float  # Probability of a document to be permuted
+    spm_rate: float  # Of those, the probability of suffix-prefix-middle
+    sentinels: Sentinels  # The three tokens
+    eod: int | None  # Id of the end-of-document token, which stays at the end of its document, if there is one
+    seed: int  # Of the random numbers
+    number: int = 0  # Of the dataset among those that are blended, so that each draws its own
+    tokenizer: Tokenizer | None = None  # Cuts documents at characters; None cuts between tokens
 
     def window(
         self, index: int, tokens: Tokens, sizes: Sequence[int], predicted: Flags | None
@@ -103,7 +87,6 @@ class FillInTheMiddle:
         missing is padding that is not predicted.
 
         Args:
-            index: Number of the sample.
             tokens: [n].
             sizes: Tokens of each document in it.
             predicted: [n] whether a token counts in the loss; None: all.
@@ -130,7 +113,6 @@ class FillInTheMiddle:
         """Permute the one document of a sample, which becomes longer.
 
         Args:
-            index: Number of the sample.
             tokens: [n].
             predicted: [n] whether a token counts in the loss; None: all.
         """

@@ -42,7 +42,6 @@ def cached_arrays(folder: Path | None, description: Mapping[str, Any], build: Ca
     Args:
         folder: Directory of the cache, made if missing; None to build in memory.
         description: Everything the arrays depend on, as JSON values; it is the entry's key.
-        build: Makes the arrays.
 
     Returns:
         The arrays by name, read-only and memory-mapped where the cache could be used.
@@ -98,10 +97,8 @@ def _load(entry: Path, description: Mapping[str, Any], *, trusted: bool = False)
 
 
 def _publish(entry: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write an entry under a temporary name and rename it; the first of several builders wins.
-
-    Nothing is synced: what a power failure tears does not match its checksum.
-    """
+    """Write an entry under a temporary name and rename it; the first of several builders wins. Nothing is synced: what
+    a power failure tears does not match its checksum."""
     for path in entry.parent.glob(f"{entry.name}.tmp-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:

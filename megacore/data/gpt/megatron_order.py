@@ -35,8 +35,6 @@ def build_indices(
         documents: [n] document numbers, each once.
         lengths: [n] tokens of each of them.
         num_samples: samples that will be asked for; None: those of one epoch.
-        seq_length: tokens of a sample.
-        seed: of the order.
 
     Returns:
         The arrays of `megacore.data.gpt.dataset.build_indices`.

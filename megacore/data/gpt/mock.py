@@ -19,8 +19,6 @@ class MockDataset:
 
     Args:
         vocab_size: Token ids lie in `[0, vocab_size)`.
-        seq_length: Tokens of a sample.
-        num_samples: Number of samples.
         seed: Decides the cycle, which is the same for every stream, and the samples.
         stream: 0 for training, 1 for validation: other samples of the same language.
         boundaries: Whether samples tell `documents`, of random lengths, and `positions`.

@@ -33,21 +33,13 @@ Whole = Literal["none", "best-fit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What an epoch of samples holds.
+    """What an epoch of samples holds."""
 
-    Attributes:
-        documents: with something to predict.
-        samples: of an epoch.
-        padding: share of the positions that are padding.
-        longer: documents that are longer than a sample.
-        cut: share of the tokens that no sample holds.
-    """
-
-    documents: int
-    samples: int
-    padding: float
-    longer: int
-    cut: float
+    documents: int  # with something to predict
+    samples: int  # of an epoch
+    padding: float  # share of the positions that are padding
+    longer: int  # documents that are longer than a sample
+    cut: float  # share of the tokens that no sample holds
 
 
 @runtime_checkable
@@ -60,17 +52,9 @@ class KnowsPacking(Protocol):
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Put pieces into samples: the longest first, each where the least room is left that is enough.
-
-    Pieces of one length are placed together, so that the time grows with the number of different lengths.
-
-    Args:
-        lengths: [n], 1 to `capacity` each.
-        capacity: positions of a sample.
-
-    Returns:
-        [n]: the number of each piece's sample.
-    """
+    """Put pieces into samples: the longest first, each where the least room is left that is enough. Pieces of one
+    length are placed together, so that the time grows with the number of different lengths. `lengths`: [n], 1 to
+    `capacity` each. Returns [n]: the number of each piece's sample."""
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     assigned = np.empty(len(lengths), np.int64)
@@ -113,12 +97,8 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
 
 
 def _packed(lengths: NDArray[np.int64], seq_length: int, seed: int) -> Arrays:
-    """Best-fit packs of the documents of these lengths.
-
-    Returns:
-        `document` and `offset` [pieces] of the first token of each piece, sample by sample; `begin` [samples + 1], the
-        first piece of each sample.
-    """
+    """Best-fit packs of the documents of these lengths. Returns `document` and `offset` [pieces] of the first token of
+    each piece, sample by sample; `begin` [samples + 1], the first piece of each sample."""
     # All tokens of a last piece of one token are labels of the piece before it.
     pieces = np.where(lengths > 1, -(-(lengths - 1) // seq_length), 0)
     document = np.repeat(np.arange(len(lengths)), pieces)
@@ -142,18 +122,11 @@ def _single(lengths: NDArray[np.int64]) -> Arrays:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PackedDataset(SplitSamples):
-    """Padded samples of whole documents. Only --packing none can fill in the middle of the document of a sample.
+    """Padded samples of whole documents. Only --packing none can fill in the middle of the document of a sample. Raises
+    DataError where no document has two tokens, or the loss mask belongs to another dataset."""
 
-    Attributes:
-        mode: One document per sample, cut if it is longer, or best-fit packs.
-        tells_padding: Whether samples also tell `padding`, where they tell `documents`.
-
-    Raises:
-        DataError: No document has two tokens, or the loss mask belongs to another dataset.
-    """
-
-    mode: Whole = field(kw_only=False)
-    tells_padding: bool = False
+    mode: Whole = field(kw_only=False)  # One document per sample, cut if it is longer, or best-fit packs
+    tells_padding: bool = False  # Whether samples also tell `padding`, where they tell `documents`
 
     def __post_init__(self) -> None:
         assert self.fill_in is None or self.mode == "none"
@@ -191,11 +164,8 @@ class PackedDataset(SplitSamples):
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens of the same document) and loss_mask
         float32 [s]; with boundaries also documents and positions, as in `PackedMicrobatch`, and padding, as in
-        `PaddedMicrobatch`, where the dataset tells it.
-
-        Raises:
-            DataError: The sample holds a token id outside the vocabulary.
-        """
+        `PaddedMicrobatch`, where the dataset tells it. Raises DataError where the sample holds a token id outside the
+        vocabulary."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         tokens, labels, documents, positions = np.zeros((4, self.seq_length), np.int64)

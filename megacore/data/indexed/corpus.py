@@ -58,26 +58,15 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Bytes of a file on disk.
+    """Bytes of a file on disk."""
 
-    Attributes:
-        path: Of the file, without links.
-        identity: Device and inode of the file.
-        begin: Of the bytes.
-        size: Number of bytes.
-    """
-
-    path: str
-    identity: tuple[int, int]
-    begin: int
-    size: int
+    path: str  # Of the file, without links
+    identity: tuple[int, int]  # Device and inode of the file
+    begin: int  # Of the bytes
+    size: int  # Number of bytes
 
     def read(self) -> bytes:
-        """The bytes.
-
-        Raises:
-            DataError: The file was removed, replaced or cut since.
-        """
+        """The bytes. Raises DataError where the file was removed, replaced or cut since."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 same = _identity(file) == self.identity
@@ -91,25 +80,16 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Whole documents of one file.
+    """Whole documents of one file."""
 
-    Attributes:
-        source: Path of the file.
-        first_line: Number of the first line in the file, from 1; of Parquet, of the first row.
-        data: The bytes, after decompression.
-        unit: What a document is: a JSON object a line, or a unit of plain text.
-        file_bytes: Bytes of the file on disk that were read for this chunk.
-        long: The one line of the chunk, instead of data, if it is long.
-        place: Where the data can be read, instead of data.
-    """
-
-    source: str
-    first_line: int
-    data: bytes
+    source: str  # Path of the file
+    first_line: int  # Number of the first line in the file, from 1; of Parquet, of the first row
+    data: bytes  # The bytes, after decompression
+    # What a document is: a JSON object a line, or a unit of plain text
     unit: Literal["json", "line", "paragraph", "file"]
-    file_bytes: int
-    long: LongLine | None = None
-    place: Place | None = None
+    file_bytes: int  # Bytes of the file on disk that were read for this chunk
+    long: LongLine | None = None  # The one line of the chunk, instead of data, if it is long
+    place: Place | None = None  # Where the data can be read, instead of data
 
     @property
     def size(self) -> int:
@@ -126,7 +106,6 @@ def check_files(paths: Sequence[str], columns: Sequence[str] | None = None, *, r
     """Open every input once, so that a wrong name is reported before hours of work; their bytes on disk, summed.
 
     Args:
-        paths: The inputs.
         columns: That Parquet files must have.
         read_again: Whether they are read more than once, which no pipe can be.
 
@@ -172,18 +151,16 @@ def read_chunks(
     """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
 
     Args:
-        path: Of the file.
         text_unit: What a document is in plain text.
-        chunk_bytes: Of a chunk.
-        most_document_bytes: Of a document.
         columns: That are read of a Parquet file; None: all.
         long_line: Makes what keeps a long JSON line, which the caller closes; None: such lines are held in memory.
         long_line_bytes: Of a JSON line that is long.
-        places: Whether chunks may have a place instead of data; they do where a file is neither compressed nor a pipe.
+        places: Whether chunks may have a place instead of data; they do where a file is neither compressed nor a
+            pipe.
 
     Raises:
-        DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
-            `most_document_bytes`.
+        DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer
+            than `most_document_bytes`.
     """
     if Path(path).suffix == _PARQUET:
         yield from _chunks_of_rows(path, columns, chunk_bytes, most_document_bytes)
@@ -244,11 +221,8 @@ def read_chunks(
 
 
 def _open_pipe(path: str) -> BufferedReader:
-    """Open a pipe for reading, as soon as something has it open for writing.
-
-    Raises:
-        DataError: Nothing does within seconds: open would wait for ever.
-    """
+    """Open a pipe for reading, as soon as something has it open for writing. Raises DataError where nothing does within
+    seconds: open would wait for ever."""
     opened: Future[int] = Future()
 
     def wait() -> None:

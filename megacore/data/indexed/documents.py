@@ -1,8 +1,6 @@
-"""From a chunk of a file to texts: JSON lines, plain text, and what is wrong with a line, located and never silent.
-
-A line of conversations is an object with `messages`, a list of objects with `role` and `content`, or with `prompt` and
-`completion`, each a text.
-"""
+"""From a chunk of a file to texts: JSON lines, plain text, and what is wrong with a line, located and never silent. A
+line of conversations is an object with `messages`, a list of objects with `role` and `content`, or with `prompt` and
+`completion`, each a text."""
 
 from __future__ import annotations
 
@@ -30,15 +28,10 @@ class BadLine(NamedTuple):
 
 @dataclass(kw_only=True)
 class Parsed:
-    """The documents of a chunk.
+    """The documents of a chunk."""
 
-    Attributes:
-        texts: One list per key, all of the same length.
-        bad: Lines without a usable document, in order.
-    """
-
-    texts: tuple[list[str], ...]
-    bad: list[BadLine] = field(default_factory=list)
+    texts: tuple[list[str], ...]  # One list per key, all of the same length
+    bad: list[BadLine] = field(default_factory=list)  # Lines without a usable document, in order
 
 
 def parse(chunk: Chunk, keys: Sequence[str] = ("text",)) -> Parsed:
@@ -70,15 +63,8 @@ def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
 
 
 def json_record(line: bytes, column: Callable[[int], int] = lambda number: number) -> dict[str, Any]:
-    """The object of one JSON line.
-
-    Args:
-        line: without its end.
-        column: from a column of the line to the one that messages name.
-
-    Raises:
-        ValueError: says what is wrong with the line.
-    """
+    """The object of one JSON line. `column`: from a column of the line to the one that messages name. Raises ValueError
+    that says what is wrong with the line."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -96,7 +82,6 @@ def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
     """A value of a JSON line that must be text.
 
     Args:
-        value: of any type.
         name: of the value, for the message.
         escaped: whether the line has escapes, of which one may be half a character.
 
@@ -150,15 +135,8 @@ def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
 
 
 def rendered_lines(chunk: Chunk, template: Template) -> tuple[list[list[Passage]], list[BadLine]]:
-    """The passages of each line of a chunk, and the lines that hold none.
-
-    Args:
-        chunk: of JSON lines.
-        template: renders messages.
-
-    Raises:
-        DataError: the template cannot be used at all.
-    """
+    """The passages of each line of a chunk, and the lines that hold none. Raises DataError where the template cannot be
+    used at all."""
     rendered, bad = [], []
     for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
         if not line or line.isspace():

@@ -1,8 +1,6 @@
-"""JSON lines too long to hold in memory: kept in a temporary file, checked, and read in pieces of text.
-
-What a line means is left to the `json` module. A line is copied without the contents of its long strings, each replaced
-by a short name; the copy is parsed as any line is. The contents are decoded a piece at a time, by the same module.
-"""
+"""JSON lines too long to hold in memory: kept in a temporary file, checked, and read in pieces of text. What a line
+means is left to the `json` module. A line is copied without the contents of its long strings, each replaced by a short
+name; the copy is parsed as any line is. The contents are decoded a piece at a time, by the same module."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ class _Span:
 
 
 def unnamed_file(folder: Path) -> BinaryIO:
-    """A temporary file that ends with the process, in a directory or the nearest one above that exists.
-
-    Raises:
-        DataError: the directory cannot be written to.
-    """
+    """A temporary file that ends with the process, in a directory or the nearest one above that exists. Raises
+    DataError where the directory cannot be written to."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
         return tempfile.TemporaryFile(dir=there)
@@ -65,11 +60,7 @@ class LongText:
 
 
 class LongLine:
-    """A line of a file in a temporary file.
-
-    Args:
-        folder: where the temporary file is made.
-    """
+    """A line of a file in a temporary file. `folder`: where the temporary file is made."""
 
     def __init__(self, folder: Path) -> None:
         self._file = unnamed_file(folder)
@@ -90,11 +81,8 @@ class LongLine:
         return self._file.read()
 
     def texts(self, keys: Sequence[str]) -> list[LongText] | None:
-        """The texts of the keys; None if the line is long without its long strings too.
-
-        Raises:
-            ValueError: says what is wrong with the line, as for a short one.
-        """
+        """The texts of the keys; None if the line is long without its long strings too. Raises ValueError that says
+        what is wrong with the line, as for a short one."""
         copied = self._copy()
         if copied is None:
             return None
@@ -137,11 +125,8 @@ class LongLine:
         return self._file.read(size).removesuffix(b"\n")
 
     def _copy(self) -> tuple[bytes, list[_Span]] | None:
-        """The line with names for its long strings, and these strings; None if even that is long.
-
-        Raises:
-            ValueError: the line is not UTF-8.
-        """
+        """The line with names for its long strings, and these strings; None if even that is long. Raises ValueError
+        where the line is not UTF-8."""
         secret, decoder = os.urandom(16).hex(), codecs.getincrementaldecoder("utf-8")()
         copy, spans = bytearray(), list[_Span]()
         begin = -1  # of the content of the string that is being read; -1 outside of strings
@@ -192,11 +177,8 @@ class LongLine:
             raise ValueError(not_utf8(error, offset - unfinished)) from None
 
     def _has_whole_characters(self, span: _Span, copy: bytes, spans: Sequence[_Span]) -> bool:
-        """Whether a long string has no half of a surrogate pair.
-
-        Raises:
-            ValueError: it is not a JSON string, or something before it is not JSON.
-        """
+        """Whether a long string has no half of a surrogate pair. Raises ValueError where it is not a JSON string, or
+        something before it is not JSON."""
         whole, before = True, 0
         for piece in self.literals(span):
             try:
@@ -214,16 +196,8 @@ class LongLine:
         return whole
 
     def _parse(self, copy: bytes, spans: Sequence[_Span], shown: tuple[_Span, int] | None = None) -> dict[str, Any]:
-        """The object of a copy.
-
-        Args:
-            copy: of the line.
-            spans: its long strings.
-            shown: one of which a piece is in the copy, not its name; and the characters before the piece.
-
-        Raises:
-            ValueError: says what is wrong, with the column in the line.
-        """
+        """The object of a copy. `shown`: one of which a piece is in the copy, not its name; and the characters before
+        the piece. Raises ValueError that says what is wrong, with the column in the line."""
         return json_record(copy, lambda column: column + self._left_out(copy, column, spans, shown))
 
     def _left_out(self, copy: bytes, column: int, spans: Sequence[_Span], shown: tuple[_Span, int] | None) -> int:

@@ -1,9 +1,6 @@
-"""Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one.
-
-The output does not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a
-few chunks a worker are under way at any time, and the writer streams. However the main process ends, its workers end
-with it.
-"""
+"""Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one. The output does
+not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a few chunks a
+worker are under way at any time, and the writer streams. However the main process ends, its workers end with it."""
 
 from __future__ import annotations
 
@@ -61,34 +58,21 @@ Ids = Sequence[int] | NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to preprocess.
+    """What to preprocess."""
 
-    Attributes:
-        inputs: Text files, in the order of the output.
-        output_prefix: Outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences).
-        json_keys: Keys of the JSON objects to tokenize, each into a separate output.
-        append_eod: Whether every document ends with the tokenizer's end-of-document token.
-        split_sentences: Whether each sentence becomes a sequence of its document.
-        text_unit: What a document is in plain text.
-        workers: Processes that tokenize; 1 tokenizes in this process.
-        strict: Whether the first bad line is an error.
-        sft: Whether the inputs hold conversations or prompts with completions, of which only the replies are predicted:
-            outputs are `{output_prefix}_sft_document`, and its loss mask. Bad lines are an error, reported together.
-        deduplicate: Whether a document whose texts an earlier one has is left out.
-        tokenizer: Where the tokenizer was read from, which must not be written over.
-    """
-
-    inputs: tuple[str, ...]
-    output_prefix: str
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    split_sentences: bool = False
-    text_unit: TextUnit = "line"
-    workers: int = 1
-    strict: bool = False
+    inputs: tuple[str, ...]  # Text files, in the order of the output
+    output_prefix: str  # Outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences)
+    json_keys: tuple[str, ...] = ("text",)  # Keys of the JSON objects to tokenize, each into a separate output
+    append_eod: bool = False  # Whether every document ends with the tokenizer's end-of-document token
+    split_sentences: bool = False  # Whether each sentence becomes a sequence of its document
+    text_unit: TextUnit = "line"  # What a document is in plain text
+    workers: int = 1  # Processes that tokenize; 1 tokenizes in this process
+    strict: bool = False  # Whether the first bad line is an error
+    # Whether the inputs hold conversations or prompts with completions, of which only the replies are predicted:
+    # outputs are `{output_prefix}_sft_document`, and its loss mask. Bad lines are an error, reported together.
     sft: bool = False
-    deduplicate: bool = False
-    tokenizer: str | None = None
+    deduplicate: bool = False  # Whether a document whose texts an earlier one has is left out
+    tokenizer: str | None = None  # Where the tokenizer was read from, which must not be written over
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -111,28 +95,16 @@ class Job:
 
 @dataclass(kw_only=True)
 class Report:
-    """How far a run is, and what it found.
+    """How far a run is, and what it found."""
 
-    Attributes:
-        documents: Documents written (for every key).
-        tokens: Tokens written, end-of-document tokens included, over all keys.
-        text_bytes: Bytes of input read, after decompression.
-        file_bytes: Bytes of the input files read, as they lie on disk.
-        bad_count: Lines that were left out.
-        bad: The first of them.
-        empty: Documents left out because they held no tokens.
-        repeated: Documents left out because an earlier one is the same.
-        seconds: Time taken.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    file_bytes: int = 0
-    bad_count: int = 0
-    bad: list[BadLine] = field(default_factory=list)
-    empty: int = 0
-    repeated: int = 0
+    documents: int = 0  # Documents written (for every key)
+    tokens: int = 0  # Tokens written, end-of-document tokens included, over all keys
+    text_bytes: int = 0  # Bytes of input read, after decompression
+    file_bytes: int = 0  # Bytes of the input files read, as they lie on disk
+    bad_count: int = 0  # Lines that were left out
+    bad: list[BadLine] = field(default_factory=list)  # The first of them
+    empty: int = 0  # Documents left out because they held no tokens
+    repeated: int = 0  # Documents left out because an earlier one is the same
     seconds: float = 0.0
 
 
@@ -146,18 +118,13 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The tokens of a chunk for one output: pickling lists of Python integers would cost more than making them.
+    """The tokens of a chunk for one output: pickling lists of Python integers would cost more than making them."""
 
-    Attributes:
-        tokens: of the output's dtype; those of a long line are in an open temporary file, which whoever writes or drops
-            them closes.
-        lengths: of each sequence.
-        sizes: sequences of each document.
-    """
-
+    # Of the output's dtype; those of a long line are in an open temporary file, which whoever writes or drops them
+    # closes.
     tokens: NDArray | BinaryIO | _Shared
-    lengths: NDArray[np.int32]
-    sizes: NDArray[np.int64]
+    lengths: NDArray[np.int32]  # of each sequence
+    sizes: NDArray[np.int64]  # sequences of each document
 
     def some(self, keep: NDArray[np.bool_]) -> Packed:
         """Those of some of the documents."""
@@ -173,21 +140,13 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A tokenized chunk.
+    """A tokenized chunk."""
 
-    Attributes:
-        packed: the tokens for each output.
-        documents: in it.
-        empty: documents without tokens, which are left out.
-        bad: lines without a document.
-        digests: of the documents, where repeated ones are left out.
-    """
-
-    packed: tuple[Packed, ...]
+    packed: tuple[Packed, ...]  # the tokens for each output
     documents: int
-    empty: int
-    bad: list[BadLine]
-    digests: tuple[bytes, ...] = ()
+    empty: int  # documents without tokens, which are left out
+    bad: list[BadLine]  # lines without a document
+    digests: tuple[bytes, ...] = ()  # of the documents, where repeated ones are left out
 
 
 def _packed(documents: Sequence[Sequence[Ids]], dtype: np.dtype, tail: Sequence[int] = ()) -> Packed:
@@ -311,7 +270,6 @@ def preprocess(
     """Tokenize the inputs of a job and write its outputs.
 
     Args:
-        job: What to do.
         tokenizer: Makes the tokens; its vocabulary decides the output's dtype.
         on_progress: Called with the report so far after every chunk.
         template: Renders the messages of a job of conversations.
@@ -319,8 +277,8 @@ def preprocess(
         long_line_bytes: Of a JSON line that goes through a temporary file, where `fast` can encode it in parts.
 
     Raises:
-        DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There is no
-            output then.
+        DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There
+            is no output then.
     """
     _check(job)
     assert template is not None or not job.sft, "conversations need one"
@@ -428,7 +386,6 @@ class Workers:
 
     Args:
         count: of the processes; 1: this one alone.
-        encoder: of the chunks.
         tokenizer: whose ids are told apart.
     """
 
@@ -447,13 +404,9 @@ class Workers:
             self._pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=shared)
 
     def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Every chunk with its encoding, in order, with a bounded number under way.
-
-        This process encodes long lines, whose temporary files have no name by which a worker could open them.
-
-        Args:
-            chunks: makes them; its argument is whether they may have a place instead of data.
-        """
+        """Every chunk with its encoding, in order, with a bounded number under way. This process encodes long lines,
+        whose temporary files have no name by which a worker could open them. `chunks`: makes them; its argument is
+        whether they may have a place instead of data."""
         if self._pool is None:
             yield from ((chunk, self._encoder(chunk)) for chunk in chunks(False))
             return

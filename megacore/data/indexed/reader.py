@@ -64,21 +64,8 @@ class _Header(NamedTuple):
 
 
 class IndexedDataset:
-    """A memory-mapped .bin/.idx pair.
-
-    Args:
-        prefix: Path without `.bin`/`.idx`; the suffix is tolerated.
-
-    Attributes:
-        dtype: The dtype of the tokens, from the header.
-        sequence_lengths: int32 [S], tokens per sequence.
-        sequence_pointers: int64 [S], byte offset of each sequence in .bin.
-        document_indices: int64 [D], sequence index where each document starts, then S.
-        sequence_modes: int8 [S] in multimodal files, else None.
-
-    Raises:
-        DataError: A file is missing, damaged or does not belong to the other; the message names it and says why.
-    """
+    """A memory-mapped .bin/.idx pair. `prefix`: Path without `.bin`/`.idx`; the suffix is tolerated. Raises DataError
+    where a file is missing, damaged or does not belong to the other; the message names it and says why."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
@@ -92,9 +79,13 @@ class IndexedDataset:
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         modes_at = documents_at + 8 * documents
+        # Int32 [S], tokens per sequence.
         self.sequence_lengths: NDArray[np.int32] = index[lengths_at:pointers_at].view("<i4")
+        # Int64 [S], byte offset of each sequence in .bin.
         self.sequence_pointers: NDArray[np.int64] = index[pointers_at:documents_at].view("<i8")
+        # Int64 [D], sequence index where each document starts, then S.
         self.document_indices: NDArray[np.int64] = index[documents_at:modes_at].view("<i8")
+        # Int8 [S] in multimodal files, else None.
         self.sequence_modes: NDArray[np.int8] | None = index[modes_at:].view("i1") if has_modes else None
         self._check_ends(bin_size)
         self._check_sequences(bin_size)
@@ -244,11 +235,8 @@ def _mapped(path: Path, dtype: np.dtype) -> NDArray:
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
-    """Check that tokens `[start, stop)` of the .bin are ids of a vocabulary.
-
-    Raises:
-        DataError: Names the file, the sequence and the first id outside `[0, vocab_size)`, or a dtype without ids.
-    """
+    """Check that tokens `[start, stop)` of the .bin are ids of a vocabulary. Raises DataError that names the file, the
+    sequence and the first id outside `[0, vocab_size)`, or a dtype without ids."""
     if dataset.dtype.kind == "f":
         raise DataError(f"{dataset.idx_path}: holds {dataset.dtype.name} values, not token ids")
     stop = dataset.num_tokens if stop is None else min(stop, dataset.num_tokens)
@@ -257,11 +245,8 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, st
 
 
 def int64_tokens(dataset: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> NDArray[np.int64]:
-    """int64 [stop - start]: tokens `[start, stop)` of the .bin.
-
-    Raises:
-        DataError: One of them is outside the vocabulary, whose size is given.
-    """
+    """int64 [stop - start]: tokens `[start, stop)` of the .bin. Raises DataError where one of them is outside the
+    vocabulary, whose size is given."""
     values = dataset.tokens(start, stop).astype(np.int64)
     if vocab_size is not None:
         _require_ids(dataset, start, values, vocab_size)

@@ -99,7 +99,6 @@ def _ends_after(word: str, text: str, following: int, is_all: bool) -> bool:
 
     Args:
         word: The word before it, inner full stops included.
-        text: The whole text.
         following: Where what comes next begins.
         is_all: Whether the word is the whole sentence so far.
     """

@@ -33,12 +33,7 @@ MASK_DTYPE: np.dtype = DTYPES[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """What is known about a dataset beyond its .idx.
-
-    Attributes:
-        tokenizer_fingerprint: of the tokenizer's file.
-        tokenizer_ids: of the tokenizer's ids (`ids_fingerprint`); None in sidecars of earlier versions.
-    """
+    """What is known about a dataset beyond its .idx."""
 
     documents: int
     sequences: int
@@ -46,12 +41,12 @@ class Sidecar:
     dtype: str
     max_token_id: int
     vocab_size: int
-    tokenizer_fingerprint: str
+    tokenizer_fingerprint: str  # of the tokenizer's file
     eod: int | None
     append_eod: bool
     bin_bytes: int
     idx_bytes: int
-    tokenizer_ids: str | None = None
+    tokenizer_ids: str | None = None  # of the tokenizer's ids (`ids_fingerprint`); None in sidecars of earlier versions
 
     @classmethod
     def total(cls, parts: Sequence[Self]) -> Self:
@@ -117,11 +112,8 @@ def loss_mask_prefix(prefix: str | Path) -> str:
 
 
 def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset | None:
-    """The loss mask of a dataset; None where it has none.
-
-    Raises:
-        DataError: The mask is damaged, or of another dataset.
-    """
+    """The loss mask of a dataset; None where it has none. Raises DataError where the mask is damaged, or of another
+    dataset."""
     prefix = loss_mask_prefix(dataset.prefix)
     if not idx_path(prefix).exists() and not bin_path(prefix).exists():
         return None
@@ -138,11 +130,7 @@ def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset | None:
 
 
 def is_predicted(mask: IndexedDataset, start: int, stop: int) -> NDArray[np.uint8]:
-    """The values of a loss mask for the tokens [start, stop).
-
-    Raises:
-        DataError: One is neither 0 nor 1.
-    """
+    """The values of a loss mask for the tokens [start, stop). Raises DataError where one is neither 0 nor 1."""
     values: NDArray[np.uint8] = mask.tokens(start, stop)
     if len(values) and values.max() > 1:
         at = int(np.argmax(values > 1))

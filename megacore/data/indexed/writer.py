@@ -65,11 +65,7 @@ class IndexedWriter:
         self.close()
 
     def add(self, tokens: ArrayLike) -> None:
-        """Append one sequence to the current document.
-
-        Raises:
-            DataError: A token does not fit the dtype.
-        """
+        """Append one sequence to the current document. Raises DataError where a token does not fit the dtype."""
         values = np.asarray(tokens, dtype=None if len(np.atleast_1d(tokens)) else self.dtype)
         if values.size:
             limits = np.iinfo(self.dtype)
@@ -84,11 +80,8 @@ class IndexedWriter:
         self.extend(np.empty(0, self.dtype), np.array([], np.int64), np.array([0]))
 
     def begin_sequence(self, tokens: NDArray) -> None:
-        """Append the first tokens of a sequence, or the next ones, which `extend` completes.
-
-        Args:
-            tokens: [tokens] of the writer's dtype.
-        """
+        """Append the first tokens of a sequence, or the next ones, which `extend` completes. `tokens`: [tokens] of the
+        writer's dtype."""
         assert tokens.dtype == self.dtype
         with naming(self._partial):
             self._bin.write(np.ascontiguousarray(tokens).data)
@@ -136,11 +129,8 @@ class IndexedWriter:
         self.num_tokens += dataset.num_tokens
 
     def commit(self, sidecar: Sidecar | None = None) -> None:
-        """Sync everything and give it its final name; a dataset that was there before is replaced.
-
-        Raises:
-            DataError: Nothing was written, or sequences are left that no document ends.
-        """
+        """Sync everything and give it its final name; a dataset that was there before is replaced. Raises DataError
+        where nothing was written, or sequences are left that no document ends."""
         if self.num_documents == 0:
             raise DataError(f"{self.prefix}: no documents to write")
         assert self._last_boundary == self.num_sequences, "sequences after the last end_document()"
@@ -194,11 +184,7 @@ class IndexedWriter:
 
 
 def require_prefix(prefix: str) -> None:
-    """Refuse an empty output prefix, mostly a shell variable that is not set.
-
-    Raises:
-        DataError: It is empty.
-    """
+    """Refuse an empty output prefix, mostly a shell variable that is not set. Raises DataError where it is empty."""
     if not prefix.strip():
         raise DataError("--output-prefix is empty: give a path without an ending, such as data/corpus")
 
@@ -231,16 +217,9 @@ def merge(
 ) -> Sidecar | None:
     """Concatenate datasets of one dtype, in the given order, and their loss masks if they have them.
 
-    Args:
-        prefixes: of the inputs.
-        output_prefix: of the output.
-        on_copied: called with the bytes of each input's tokens once they are copied.
-
-    Returns:
-        The sidecar that was written: only when every input has one, all made with the same tokenizer.
-
-    Raises:
-        DataError: An input is damaged, dtypes or tokenizers differ, or the output is one of the inputs.
+    `on_copied`: called with the bytes of each input's tokens once they are copied. Returns the sidecar that was
+    written: only when every input has one, all made with the same tokenizer. Raises DataError where an input is
+    damaged, dtypes or tokenizers differ, or the output is one of the inputs.
     """
     require_prefix(output_prefix)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]

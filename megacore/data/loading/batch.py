@@ -1,8 +1,6 @@
-"""What a microbatch is for the loader and the trainer: tensors by name, and its number in the run.
-
-A dataset's samples are dicts of arrays; a batch type is a frozen dataclass with a tensor of the same name for each,
-stacked along a new first dimension. Nothing here imports torch, so that a batch type can be named beside its dataset.
-"""
+"""What a microbatch is for the loader and the trainer: tensors by name, and its number in the run. A dataset's samples
+are dicts of arrays; a batch type is a frozen dataclass with a tensor of the same name for each, stacked along a new
+first dimension. Nothing here imports torch, so that a batch type can be named beside its dataset."""
 
 from __future__ import annotations
 
@@ -16,13 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one forward pass reads: every other field of a batch type is a tensor.
+    """What one forward pass reads: every other field of a batch type is a tensor."""
 
-    Attributes:
-        index: Global number of the microbatch in the run, the same for every layout.
-    """
-
-    index: int
+    index: int  # Global number of the microbatch in the run, the same for every layout
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same microbatch on a device."""

@@ -34,42 +34,28 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch(Batch):
-    """What one forward pass of a left-to-right model reads.
+    """What one forward pass of a left-to-right model reads."""
 
-    Attributes:
-        tokens: int64 [b, s].
-        labels: int64 [b, s], the next tokens.
-        loss_mask: float32 [b, s], 0 where the loss is not counted.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
+    tokens: torch.Tensor  # int64 [b, s]
+    labels: torch.Tensor  # int64 [b, s], the next tokens
+    loss_mask: torch.Tensor  # float32 [b, s], 0 where the loss is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMicrobatch(Microbatch):
-    """Samples of several documents each.
+    """Samples of several documents each."""
 
-    Attributes:
-        documents: int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next
-            number, as if it were a document.
-        positions: int64 [b, s], positions within the documents, from 0.
-    """
-
+    # Int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next number, as if
+    # it were a document.
     documents: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor  # int64 [b, s], positions within the documents, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedMicrobatch(PackedMicrobatch):
-    """Samples of several documents each, and of padding at the end.
+    """Samples of several documents each, and of padding at the end."""
 
-    Attributes:
-        padding: int64 [b, s], 1 for padding, else 0.
-    """
-
-    padding: torch.Tensor
+    padding: torch.Tensor  # int64 [b, s], 1 for padding, else 0
 
 
 class BatchLoader(Generic[B]):
@@ -78,14 +64,12 @@ class BatchLoader(Generic[B]):
     Args:
         dataset: Samples by global number; as many as the run takes.
         batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
-        micro_batch_size: Samples of a microbatch.
         global_batch_size: Samples of a step, over all ranks.
         batch_sizes: Samples of each step, where they differ from that.
         rank: This rank's number among those that share the samples.
-        ranks: Their number.
-        consumed_samples: Where to begin.
         num_workers: Processes that read ahead; 0 reads in this process.
-        pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by itself.
+        pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by
+            itself.
     """
 
     def __init__(
@@ -154,34 +138,20 @@ class BatchLoader(Generic[B]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step(Generic[B]):
-    """A step's microbatches on the device.
-
-    Attributes:
-        microbatches: in order.
-        consumed_samples: of the loader once this step is done.
-        copied: when they may be read; None: now.
-    """
+    """A step's microbatches on the device."""
 
     microbatches: list[B]
-    consumed_samples: int
-    copied: torch.Event | None = None
+    consumed_samples: int  # of the loader once this step is done
+    copied: torch.Event | None = None  # when they may be read; None: now
 
 
 class DeviceLoader(Generic[B]):
-    """A loader's steps on a device, where the next can be fetched while one is computed.
-
-    An accelerator copies a step in a separate stream, beside the one that computes. On a CPU nothing runs beside the
-    program, and a step is read when it is due.
-
-    Args:
-        loader: on an accelerator, of pinned memory.
-        device: where steps are computed.
-
-    Attributes:
-        consumed_samples: of the steps that were handed out, not of one that is only fetched.
-    """
+    """A loader's steps on a device, where the next can be fetched while one is computed. An accelerator copies a step
+    in a separate stream, beside the one that computes. On a CPU nothing runs beside the program, and a step is read
+    when it is due. `loader`: on an accelerator, of pinned memory."""
 
     def __init__(self, loader: BatchLoader[B], device: torch.device) -> None:
+        # Of the steps that were handed out, not of one that is only fetched.
         self.consumed_samples = loader.consumed_samples
         self._loader, self._device = loader, device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
@@ -192,11 +162,8 @@ class DeviceLoader(Generic[B]):
         return self
 
     def __next__(self) -> list[B]:
-        """This rank's microbatches of the next step; the memory of the last one's is given back.
-
-        Raises:
-            StopIteration, DataError, WorkerDied: as by the loader, but not before the step is due.
-        """
+        """This rank's microbatches of the next step; the memory of the last one's is given back. Raises StopIteration,
+        DataError, WorkerDied as by the loader, but not before the step is due."""
         step, self._next = self._next or self._fetch(), None
         if isinstance(step, Exception):
             raise step
@@ -280,11 +247,8 @@ class _Readers(Generic[B]):
         weakref.finalize(self, self._iterator.clear).atexit = False  # at exit, DataLoader ends them itself
 
     def read(self) -> Iterator[B | _Unusable]:
-        """Begin to read from position 0, at once; the processes are started the first time.
-
-        Raises:
-            WorkerDied: by the iterator, where a process has ended.
-        """
+        """Begin to read from position 0, at once; the processes are started the first time. Raises WorkerDied where by
+        the iterator, where a process has ended."""
         others, handler = multiprocessing.active_children(), signal.getsignal(signal.SIGCHLD)
         microbatches = iter(self._loader)
         self._iterator[:] = [microbatches]
@@ -313,8 +277,8 @@ class _Readers(Generic[B]):
 
 def _belong_to_the_rank(worker: int) -> None:
     """A worker is forked with its rank's handlers: what ends the job is the rank's to answer, which still needs its
-    workers for the step that it is in. A worker ends with its rank, however that ends:
-    torch's DataLoader looks only every five seconds whether the rank lives."""
+    workers for the step that it is in. A worker ends with its rank, however that ends: torch's DataLoader looks only
+    every five seconds whether the rank lives."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,5 @@
-"""A function that runs foreign code in a process of its own, with limits on a call's time, memory and answer.
-
-Limits within the interpreter would not do: one multiplication can take all memory before Python sees a signal.
-"""
+"""A function that runs foreign code in a process of its own, with limits on a call's time, memory and answer. Limits
+within the interpreter would not do: one multiplication can take all memory before Python sees a signal."""
 
 from __future__ import annotations
 
@@ -27,11 +25,8 @@ class LimitExceeded(Exception):
 
 
 class Bounded(Generic[Answer]):
-    """A function of picklable values. Each process that calls it gets one for it at the first call, which ends with it.
-
-    Args:
-        function: the function.
-    """
+    """A function of picklable values. Each process that calls it gets one for it at the first call, which ends with
+    it."""
 
     def __init__(self, function: Callable[..., Answer]) -> None:
         self._function = function
@@ -41,12 +36,8 @@ class Bounded(Generic[Answer]):
         return Bounded, (self._function,)
 
     def __call__(self, *values: Any) -> Answer:
-        """The function of the values.
-
-        Raises:
-            LimitExceeded: The call took more than it may.
-            ValueError: The function raised something, whose message it has.
-        """
+        """The function of the values. Raises LimitExceeded where the call took more than it may; ValueError where the
+        function raised something, whose message it has."""
         if self._owner != os.getpid():
             self._start()
         try:

@@ -32,29 +32,19 @@ _PLAIN_ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """Text that is tokenized at once.
+    """Text that is tokenized at once."""
 
-    Attributes:
-        text: of the passage.
-        predicted: ranges of characters that a model is to predict, ascending.
-        ends: whether the end-of-document token follows, which is predicted too.
-    """
-
-    text: str
-    predicted: tuple[tuple[int, int], ...] = ()
-    ends: bool = False
+    text: str  # of the passage
+    predicted: tuple[tuple[int, int], ...] = ()  # ranges of characters that a model is to predict, ascending
+    ends: bool = False  # whether the end-of-document token follows, which is predicted too
 
 
 class Template(Protocol):
     """Renders conversations."""
 
     def render(self, messages: Sequence[Message]) -> list[Passage]:
-        """The passages of a conversation, with the replies of the assistant marked.
-
-        Raises:
-            ValueError: The conversation cannot be rendered; the message says why.
-            DataError: The template cannot be used at all.
-        """
+        """The passages of a conversation, with the replies of the assistant marked. Raises ValueError where the
+        conversation cannot be rendered; the message says why; DataError where the template cannot be used at all."""
 
 
 class PlainTemplate:
@@ -81,15 +71,11 @@ class PlainTemplate:
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory.
 
-    A reply is what the template adds to the text when the reply is added to the messages before it, after the header
-    of a reply: its end marker belongs to it.
+    A reply is what the template adds to the text when the reply is added to the messages before it, after the header of
+    a reply: its end marker belongs to it.
 
-    Args:
-        directory: of the tokenizer.
-
-    Raises:
-        DataError: transformers or jinja2 is not installed, the tokenizer cannot be loaded, or its template takes too
-            much time or memory.
+    Raises DataError where transformers or jinja2 is not installed, the tokenizer cannot be loaded, or its template
+    takes too much time or memory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -187,16 +173,8 @@ def has_chat_template(path: str | Path) -> bool:
 
 
 def load_template(path: str | Path, choice: ChatTemplate, tokenizer: Tokenizer) -> Template:
-    """The template of a choice.
-
-    Args:
-        path: of the tokenizer.
-        choice: auto: the tokenizer's if it has one, else the plain one.
-        tokenizer: loaded from the path.
-
-    Raises:
-        DataError: There is no such template, or the tokenizer has no token that ends a reply.
-    """
+    """The template of a choice. `choice`: auto: the tokenizer's if it has one, else the plain one. Raises DataError
+    where there is no such template, or the tokenizer has no token that ends a reply."""
     known = has_chat_template(path)
     if choice == "tokenizer" and not known:
         raise DataError(
@@ -214,11 +192,9 @@ def load_template(path: str | Path, choice: ChatTemplate, tokenizer: Tokenizer) 
 
 
 def encode_passage(tokenizer: Tokenizer, passage: Passage) -> tuple[list[int], list[int]]:
-    """The token ids of a passage, and for each 1 where it is predicted.
-
-    The passage is tokenized at once. A range begins with the first token that is not there when the text before it is
-    tokenized by itself, as a prompt is, and ends likewise.
-    """
+    """The token ids of a passage, and for each 1 where it is predicted. The passage is tokenized at once. A range
+    begins with the first token that is not there when the text before it is tokenized by itself, as a prompt is, and
+    ends likewise."""
     bounds = [at for span in passage.predicted for at in span if at < len(passage.text)]
     ids, *prefixes = tokenizer.encode_batch([passage.text, *(passage.text[:at] for at in bounds)])
     begins = {at: _common(ids, prefix) for at, prefix in zip(bounds, prefixes, strict=True)}

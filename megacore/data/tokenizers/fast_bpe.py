@@ -47,7 +47,6 @@ class FastEncoder:
     """Encodes texts as a tokenizer does.
 
     Args:
-        tokenizer: whose ids they are.
         encoding: tiktoken's encoder with its vocabulary.
         special: what texts must not hold, because the tokenizer finds it before it divides a text.
         normal_form: of Unicode, that texts are brought to; None: they stay as they are.
@@ -104,11 +103,9 @@ class FastEncoder:
 
     @cached_property
     def divides(self) -> bool:
-        """Whether a long text may be encoded in parts that begin with the space before a word.
-
-        No special token may have a space, or take one that is beside it. That no piece of the tokenizer's pattern goes
-        across such a place is tried out on every letter of ASCII, and on digits and signs around.
-        """
+        """Whether a long text may be encoded in parts that begin with the space before a word. No special token may
+        have a space, or take one that is beside it. That no piece of the tokenizer's pattern goes across such a place
+        is tried out on every letter of ASCII, and on digits and signs around."""
         if any(" " in token for token in self._special) or self._strips_spaces:
             return False
         letters = "abcdefghijklmnopqrstuvwxyz"
@@ -152,10 +149,8 @@ def _compare(number: int) -> bool:
 
 
 def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
-    """A text in parts of `length` characters or more, which begin with a space between two letters of ASCII.
-
-    The parts do not depend on the pieces that the text comes in.
-    """
+    """A text in parts of `length` characters or more, which begin with a space between two letters of ASCII. The parts
+    do not depend on the pieces that the text comes in."""
     text, searched = "", 0
     for piece in pieces:
         text += piece
@@ -169,11 +164,8 @@ def _parts(pieces: Iterable[str], length: int) -> Iterator[str]:
 
 
 def fast_encoder(tokenizer: Tokenizer, workers: int = 1) -> FastEncoder | None:
-    """An encoder that gives the tokenizer's ids; None where there is none.
-
-    That is where it is no byte-level BPE, tiktoken is not installed, or some ids differ, which `workers` processes find
-    out.
-    """
+    """An encoder that gives the tokenizer's ids; None where there is none. That is where it is no byte-level BPE,
+    tiktoken is not installed, or some ids differ, which `workers` processes find out."""
     if not isinstance(tokenizer, JsonTokenizer):
         return None
     described = json.loads(tokenizer.to_json())

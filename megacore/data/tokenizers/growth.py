@@ -11,14 +11,9 @@ _LONGEST_OF_UNICODE = 18  # characters that Unicode's own tables make of one (NF
 
 
 def growth(section: Any) -> float:
-    """The growth of a text in a tokenizer.json's `normalizer` or `decoder`.
-
-    What a replacement writes is replaced again only by a pattern that shares a character with it, so that any number
-    of replacements of different characters grow a text no more than the largest of them.
-
-    Args:
-        section: as JSON has it, of a file that the library accepts.
-    """
+    """The growth of a text in a tokenizer.json's `normalizer` or `decoder`. What a replacement writes is replaced again
+    only by a pattern that shares a character with it, so that any number of replacements of different characters grow a
+    text no more than the largest of them. `section`: as JSON has it, of a file that the library accepts."""
     written: list[tuple[str | None, float]] = []  # text of each step so far, None for any, and its growth
     for step in _flat(section):
         kind, pattern, content = step["type"], None, None
@@ -49,11 +44,8 @@ def _flat(section: Any) -> Iterator[dict[str, Any]]:
 
 
 def growth_of_model(model: bytes) -> float:
-    """The growth of a text that a SentencePiece model normalizes, or decodes.
-
-    Args:
-        model: the message `ModelProto`, which the library accepts.
-    """
+    """The growth of a text that a SentencePiece model normalizes, or decodes. `model`: the message `ModelProto`, which
+    the library accepts."""
     rules = (rule for number, rule in _parts(model) if number in (3, 5))  # normalizer_spec and denormalizer_spec
     tables = (table for rule in rules for number, table in _parts(rule) if number == 2)  # precompiled_charsmap
     return max(map(_growth_of_table, tables), default=1.0)

@@ -231,8 +231,9 @@ def load_tokenizer(path: str | Path, merges: str | Path | None = None) -> Tokeni
     """Load the tokenizer at a path.
 
     Args:
-        path: A tokenizer.json, a SentencePiece *.model, a GPT-2 vocabulary (.json) or a BERT one (.txt), or a directory
-            that holds tokenizer.json, a SentencePiece tokenizer.model, or the files of a transformers tokenizer.
+        path: A tokenizer.json, a SentencePiece *.model, a GPT-2 vocabulary (.json) or a BERT one (.txt), or a
+            directory that holds tokenizer.json, a SentencePiece tokenizer.model, or the files of a transformers
+            tokenizer.
         merges: The merges of a GPT-2 vocabulary; None: the file beside it.
 
     Raises:
@@ -250,11 +251,8 @@ def load_tokenizer(path: str | Path, merges: str | Path | None = None) -> Tokeni
 
 
 def _of_vocabulary(path: Path, merges: Path | None) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a vocabulary file of GPT-2 or BERT; None for a file of another kind.
-
-    Raises:
-        DataError: The merges are missing, or the files do not fit each other.
-    """
+    """The tokenizer of a vocabulary file of GPT-2 or BERT; None for a file of another kind. Raises DataError where the
+    merges are missing, or the files do not fit each other."""
     is_gpt2 = path.suffix == ".json" and (merges is not None or is_plain_vocabulary(_read(path)))
     if not is_gpt2 and path.suffix != ".txt":
         return None
@@ -332,10 +330,7 @@ def _load_transformers(folder: Path) -> Tokenizer:
 
 def refuse_other_kind(directory: str | Path, kind: str) -> None:
     """Refuse to save a tokenizer where files of another kind are, which would be loaded instead of it or beside it.
-
-    Raises:
-        DataError: The directory is a file, or holds the other kind of tokenizer.
-    """
+    Raises DataError where the directory is a file, or holds the other kind of tokenizer."""
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file: give a directory")
@@ -346,10 +341,7 @@ def refuse_other_kind(directory: str | Path, kind: str) -> None:
 
 def refuse_replacing(directory: str | Path, tokenizer: Tokenizer) -> None:
     """Refuse to save a tokenizer over another one: datasets and checkpoints made with that would lose their meaning.
-
-    Raises:
-        DataError: The directory holds a tokenizer that is not the same, or cannot be read.
-    """
+    Raises DataError where the directory holds a tokenizer that is not the same, or cannot be read."""
     if not any(path.exists() for path in saved_files(directory)):
         return
     if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:

@@ -45,12 +45,8 @@ def role_tokens(vocabulary: Container[str], named: Mapping[str, str]) -> dict[st
 
 
 def word_starts(pieces: Sequence[str], description: Mapping[str, Any]) -> list[bool] | None:
-    """Whether each token begins a word, None where the tokenizer does not mark that.
-
-    Args:
-        pieces: the texts of all tokens, by id.
-        description: what a tokenizer.json says.
-    """
+    """Whether each token begins a word, None where the tokenizer does not mark that. `pieces`: the texts of all tokens,
+    by id."""
     inside = (description.get("model") or {}).get("continuing_subword_prefix")
     if inside:
         return [not piece.startswith(inside) for piece in pieces]
@@ -90,12 +86,8 @@ def is_plain_vocabulary(data: bytes) -> bool:
 
 
 def byte_level_bpe(vocabulary: bytes, merges: bytes) -> tokenizers.Tokenizer:
-    """GPT-2's tokenizer (Radford et al. 2019, section 2.2).
-
-    Args:
-        vocabulary: the content of vocab.json.
-        merges: that of merges.txt, a pair a line, perhaps after a line with the version.
-    """
+    """GPT-2's tokenizer (Radford et al. 2019, section 2.2). `merges`: that of merges.txt, a pair a line, perhaps after
+    a line with the version."""
     lines = merges.decode("utf-8").splitlines()
     words = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     pairs = [(first, second) for first, second in words]
@@ -110,10 +102,7 @@ def byte_level_bpe(vocabulary: bytes, merges: bytes) -> tokenizers.Tokenizer:
 
 def wordpiece(vocabulary: bytes) -> tokenizers.Tokenizer:
     """BERT's tokenizer (Devlin et al., arXiv 1810.04805), of lower-case text where its vocabulary has no capitals.
-
-    Args:
-        vocabulary: the content of vocab.txt, a token a line.
-    """
+    `vocabulary`: the content of vocab.txt, a token a line."""
     tokens = vocabulary.decode("utf-8").splitlines()
     lower = not any(token != token.lower() for token in tokens if not _IN_BRACKETS.fullmatch(token))
     backend = tokenizers.Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))

@@ -43,8 +43,8 @@ class Division:
     Args:
         pattern: the regular expression, as a tokenizer.json has it.
         digits: that a piece has at most; None: any number.
-        letters_take: whether letters take a sign or white space before them, and signs the line breaks behind them, and
-            contractions may have capitals. Else all take a space before them.
+        letters_take: whether letters take a sign or white space before them, and signs the line breaks behind them,
+            and contractions may have capitals. Else all take a space before them.
     """
 
     def __init__(self, pattern: str, *, digits: int | None = None, letters_take: bool = False) -> None:
@@ -166,15 +166,9 @@ _HIGH = np.array([(1 << 8 * max(length - 8, 0)) - 1 for length in range(_INLINE 
 
 
 class WordTable:
-    """Encodes texts by their words.
-
-    A word of up to 15 bytes is two integers of 64 bits that hold its bytes and its length, so that equal integers are
-    equal words. What is not in the table, a dict has; what that does not have is encoded.
-
-    Args:
-        encode: gives the ids of a text that is one word; those of a text are the ids of its words.
-        division: of texts into words.
-    """
+    """Encodes texts by their words. A word of up to 15 bytes is two integers of 64 bits that hold its bytes and its
+    length, so that equal integers are equal words. What is not in the table, a dict has; what that does not have is
+    encoded. `encode`: gives the ids of a text that is one word; those of a text are the ids of its words."""
 
     def __init__(self, encode: Callable[[str], list[int]], division: Division) -> None:
         self._encode, self._division = encode, division

@@ -1,9 +1,6 @@
-"""Reads a config.json field by field, so that every field of it is accounted for.
-
-A field is copied, or must have one of a few values, or is known to change nothing. Any other is unknown: it may change
-the model, and who reads the file decides what to do (`Family.describe`). All problems are collected: a user sees them
-at once.
-"""
+"""Reads a config.json field by field, so that every field of it is accounted for. A field is copied, or must have one
+of a few values, or is known to change nothing. Any other is unknown: it may change the model, and who reads the file
+decides what to do (`Family.describe`). All problems are collected: a user sees them at once."""
 
 from __future__ import annotations
 
@@ -47,19 +44,11 @@ ACTIVATIONS = {
 
 
 class ConfigReader:
-    """One config.json, and what is wrong with it.
-
-    Args:
-        values: the parsed file.
-        where: its path, for messages.
-
-    Attributes:
-        problems: what megacore cannot represent.
-    """
+    """One config.json, and what is wrong with it."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.where = where
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # what megacore cannot represent
         self._values = values
         self._seen: set[str] = set()
 
@@ -80,7 +69,6 @@ class ConfigReader:
         """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type.
 
         Args:
-            ours: that field.
             names: what the file may call it; where it has several, they must agree.
             default: what transformers takes where the file has none.
         """
@@ -104,7 +92,6 @@ class ConfigReader:
         """Refuse a field whose value is not among those that mean what megacore computes.
 
         Args:
-            name: the field.
             allowed: the values; equal of value and type.
             default: what transformers takes where the file has none; without one a missing field is fine.
             way_out: the end of the message: what the user can do.
@@ -131,7 +118,6 @@ class ConfigReader:
         """A field that is a whole number, one or more, or null.
 
         Args:
-            name: the field.
             default: what transformers takes where the file has none.
             of: what it counts, for the message.
         """
@@ -150,12 +136,7 @@ class ConfigReader:
         return value
 
     def activation(self, name: str, default: str) -> str:
-        """Megacore's name of an activation.
-
-        Args:
-            name: the field.
-            default: what transformers takes where the file has none.
-        """
+        """Megacore's name of an activation. `default`: what transformers takes where the file has none."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             known = one_of([_shown(one) for one in ACTIVATIONS])
@@ -164,11 +145,8 @@ class ConfigReader:
         return ACTIVATIONS[value]
 
     def finish(self, ignored: frozenset[str]) -> tuple[str, ...]:
-        """Account for every field that nobody has asked for, and return those that nothing is known of.
-
-        Args:
-            ignored: fields of the family that do not change what the model computes.
-        """
+        """Account for every field that nobody has asked for, and return those that nothing is known of. `ignored`:
+        fields of the family that do not change what the model computes."""
         for name, allowed in _ANY["if_given"].items():
             if name in self._values and name not in self._seen:
                 self.only(name, allowed, way_out=_WAYS_OUT.get(name, ""))

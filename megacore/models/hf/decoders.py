@@ -85,13 +85,9 @@ class OneKeyForAllHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTable:
-    """MPT's `attn_config`.
+    """MPT's `attn_config`."""
 
-    Attributes:
-        only: its entries with the only values that megacore has.
-    """
-
-    only: Mapping[str, Any]
+    only: Mapping[str, Any]  # its entries with the only values that megacore has
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         table, heads = reader.get("attn_config", {}), ours["num_attention_heads"]

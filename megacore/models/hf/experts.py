@@ -23,15 +23,10 @@ class HeadsAsWideAsHiddenSize(ReadOnly):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Sizes of heads that follow from others, and the width of all shared experts together.
+    """Sizes of heads that follow from others, and the width of all shared experts together."""
 
-    Attributes:
-        shared_experts: default of their number.
-        key_heads: default of the number of key heads, which is that of heads; None: that.
-    """
-
-    shared_experts: int
-    key_heads: int | None = None
+    shared_experts: int  # default of their number
+    key_heads: int | None = None  # default of the number of key heads, which is that of heads; None: that
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         rotated = ours["qk_rope_head_dim"]
@@ -61,8 +56,6 @@ def _read_groups(reader: ConfigReader, *, groups: int | None, chosen: int | None
     """The groups of experts, of which one alone is as good as none.
 
     Args:
-        reader: the file.
-        groups: default of their number.
         chosen: default of how many a token may use.
         best: how many scores of a group count.
     """

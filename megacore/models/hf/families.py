@@ -87,7 +87,6 @@ def _rules(ours: str, theirs: str | Mapping[str, str], prefix: str) -> Iterator[
     """The rule of a row, or those of weight and bias.
 
     Args:
-        ours: megacore's name.
         theirs: words of the order and the names, or two of these, the second under its condition.
         prefix: what the names begin with.
     """
@@ -148,15 +147,8 @@ FAMILIES: dict[str, Family] = {model_type: _family(model_type) for model_type in
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json.
-
-    Args:
-        values: the parsed file.
-        where: its path, for messages.
-
-    Raises:
-        CheckpointError: its model_type or architecture is none of megacore's.
-    """
+    """The family of a config.json. Raises CheckpointError where its model_type or architecture is none of
+    megacore's."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, which megacore does not have; {_near(name)}")
@@ -171,11 +163,8 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
 
 
 def describe_model(config: ResolvedModel, bert: ResolvedBert | None = None) -> tuple[Family, dict[str, Any]]:
-    """A family that computes what a model does, and the model's config.json in it.
-
-    Raises:
-        CheckpointError: no family represents the model exactly.
-    """
+    """A family that computes what a model does, and the model's config.json in it. Raises CheckpointError where no
+    family represents the model exactly."""
     for family in FAMILIES.values():
         values = family.from_model(config, bert)
         if values is not None:

@@ -23,22 +23,15 @@ from megacore.models.hf.rows import Part, Row
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """One tensor of megacore's and the tensors of the family that it is made of.
+    """One tensor of megacore's and the tensors of the family that it is made of."""
 
-    Attributes:
-        ours: global name; {i} is the number of the block.
-        theirs: names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked,
-            or, with a layout, for those of all its sources.
-        layout: the order of rows; None where there is one source and it is the same tensor.
-        transposed: the family stores the matrix as [in, out].
-        instead: the names in place of `theirs` of models that `when` accepts.
-    """
-
-    ours: str
+    ours: str  # global name; {i} is the number of the block
+    # Names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked, or, with a
+    # layout, for those of all its sources.
     theirs: tuple[str, ...]
-    layout: Layout | None
-    transposed: bool
-    instead: tuple[str, ...] | None
+    layout: Layout | None  # the order of rows; None where there is one source and it is the same tensor
+    transposed: bool  # the family stores the matrix as [in, out]
+    instead: tuple[str, ...] | None  # the names in place of `theirs` of models that `when` accepts
     when: Callable[[ResolvedModel], bool] | None
 
     def names(self, config: ResolvedModel) -> tuple[str, ...]:
@@ -48,84 +41,45 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a config.json says.
-
-    Attributes:
-        model: the model.
-        unknown: fields that megacore does not know.
-    """
+    """What a config.json says."""
 
     model: ResolvedModel
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...]  # fields that megacore does not know
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model_type of transformers.
+    """One model_type of transformers."""
 
-    Attributes:
-        model_type: as in config.json.
-        architecture: transformers' class for pretraining, which the exported files are of.
-        prefix: what the tensors of the bare model (without a head) begin with; files may leave it out.
-        same: fields that are copied.
-        only: fields with the values that megacore computes, of which a missing one has the first.
-        if_given: fields that may be missing, with their only values.
-        constants: ResolvedModel's fields that are the same for the whole family.
-        ignored: fields of this family that do not change what the model computes.
-        computed: the remaining fields, in the order in which they are written.
-        rules: the tensors, by megacore's names.
-        aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
-        buffers: ends of names of constants that older files hold, which are no weights.
-        ties: a tensor of theirs that a tied model does not store -> the one that it is tied to.
-        unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
-        bert_style: for a BERT, its style; None: it predicts the next token.
-        bert_section: ResolvedBert's fields.
-        without_sentences: the class of a BERT without the sentence task.
-        other_names: what files of other programs call the class.
-    """
-
-    model_type: str
-    architecture: str
-    prefix: str
-    same: tuple[Row, ...]
-    only: Mapping[str, list[Any]]
-    if_given: Mapping[str, list[Any]]
-    constants: Mapping[str, Any]
-    ignored: frozenset[str]
-    computed: tuple[Part, ...]
-    rules: Mapping[str, TensorRule]
-    aliases: Mapping[str, str]
-    buffers: tuple[str, ...]
-    ties: Mapping[str, str]
+    model_type: str  # as in config.json
+    architecture: str  # transformers' class for pretraining, which the exported files are of
+    prefix: str  # what the tensors of the bare model (without a head) begin with; files may leave it out
+    same: tuple[Row, ...]  # fields that are copied
+    only: Mapping[str, list[Any]]  # fields with the values that megacore computes, of which a missing one has the first
+    if_given: Mapping[str, list[Any]]  # fields that may be missing, with their only values
+    constants: Mapping[str, Any]  # ResolvedModel's fields that are the same for the whole family
+    ignored: frozenset[str]  # fields of this family that do not change what the model computes
+    computed: tuple[Part, ...]  # the remaining fields, in the order in which they are written
+    rules: Mapping[str, TensorRule]  # the tensors, by megacore's names
+    aliases: Mapping[str, str]  # other ends of names under which files store a tensor -> the end of the name in `rules`
+    buffers: tuple[str, ...]  # ends of names of constants that older files hold, which are no weights
+    ties: Mapping[str, str]  # a tensor of theirs that a tied model does not store -> the one that it is tied to
+    # A tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
     unused: Mapping[str, str]
-    bert_style: Literal["classic", "modern"] | None
+    bert_style: Literal["classic", "modern"] | None  # for a BERT, its style; None: it predicts the next token
     bert_section: BertPart | None
-    without_sentences: str | None
-    other_names: tuple[str, ...]
+    without_sentences: str | None  # the class of a BERT without the sentence task
+    other_names: tuple[str, ...]  # what files of other programs call the class
 
     def to_model(self, values: Mapping[str, Any], where: str) -> ResolvedModel:
-        """The model that a config.json describes.
-
-        Args:
-            values: the parsed file.
-            where: its path, for messages.
-
-        Raises:
-            CheckpointError: everything in it that megacore cannot represent exactly, or does not know, by field.
-        """
+        """The model that a config.json describes. Raises CheckpointError with everything in it that megacore cannot
+        represent exactly, or does not know, by field."""
         return self.describe(values, where, refuse_unknown=True).model
 
     def describe(self, values: Mapping[str, Any], where: str, *, refuse_unknown: bool = False) -> Description:
-        """The model that a config.json describes, and the fields of it that megacore does not know.
-
-        Args:
-            values: the parsed file.
-            where: its path, for messages.
-            refuse_unknown: an unknown field is refused, because nothing will show whether it changes the model.
-
-        Raises:
-            CheckpointError: everything in it that megacore cannot represent exactly, by field.
-        """
+        """The model that a config.json describes, and the fields of it that megacore does not know. `refuse_unknown`:
+        an unknown field is refused, because nothing will show whether it changes the model. Raises CheckpointError with
+        everything in it that megacore cannot represent exactly, by field."""
         reader = ConfigReader(values, where)
         ours: dict[str, Any] = {}
         for row in self.same:
@@ -171,13 +125,8 @@ class Family:
         return with_names(problem.rsplit(": ", 1)[0], lambda ours: theirs.get(ours, ours))
 
     def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> ResolvedBert | None:
-        """The BERT section of a config.json that `to_model` accepts; None where the model is no BERT.
-
-        Args:
-            values: the parsed file.
-            where: its path, for messages.
-            paired: whether the model has the sentence task, which its tensors tell.
-        """
+        """The BERT section of a config.json that `to_model` accepts; None where the model is no BERT. `paired`: whether
+        the model has the sentence task, which its tensors tell."""
         if self.bert_style is None:
             return None
         fields = {} if self.bert_section is None else self.bert_section.read(ConfigReader(values, where))
@@ -201,12 +150,8 @@ class Family:
         return self.architecture
 
     def from_model(self, config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, Any] | None:
-        """The config.json of a model, or None where this family cannot represent it exactly.
-
-        Args:
-            config: the model.
-            bert: its BERT section; None: it predicts the next token.
-        """
+        """The config.json of a model, or None where this family cannot represent it exactly. `bert`: its BERT section;
+        None: it predicts the next token."""
         if self.bert_style != (None if bert is None else bert.bert_style):
             return None
         if self.has_experts != (config.experts is not None):

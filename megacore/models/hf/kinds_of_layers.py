@@ -16,12 +16,7 @@ _MOST = 10_000  # layers
 
 
 def read_layer_types(reader: ConfigReader, layers: int) -> str | None:
-    """The letters of the file's layers, as of --attention-pattern; None where it has no valid list.
-
-    Args:
-        reader: the file.
-        layers: its number of layers.
-    """
+    """The letters of the file's layers, as of --attention-pattern; None where it has no valid list."""
     types = reader.get("layer_types")
     if types is None:
         return None
@@ -36,13 +31,7 @@ def read_layer_types(reader: ConfigReader, layers: int) -> str | None:
 
 def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str) -> str:
     """The letters of the layers, of which each last one of a period has no window where the file has no `layer_types`.
-
-    Args:
-        reader: the file.
-        layers: its number of layers.
-        period: that number of layers.
-        name: the field that has it.
-    """
+    `name`: the field that has it."""
     kinds = read_layer_types(reader, layers)
     if kinds is not None:
         return kinds
@@ -69,12 +58,8 @@ def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
 
 
 def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | None:
-    """`layer_types` of a model; None where it has layers of other kinds.
-
-    Args:
-        config: the model.
-        full: the letter of the family's layers of full attention.
-    """
+    """`layer_types` of a model; None where it has layers of other kinds. `full`: the letter of the family's layers of
+    full attention."""
     names = {WINDOW: "sliding_attention", full: "full_attention"}
     kinds = config.attention_kinds
     return [names[one] for one in kinds] if set(kinds) <= names.keys() else None
@@ -82,19 +67,12 @@ def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | No
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPattern:
-    """A window in all layers but each last one of a period, where the file has no `layer_types`.
+    """A window in all layers but each last one of a period, where the file has no `layer_types`."""
 
-    Attributes:
-        period: the usual number of layers.
-        period_names: what the field that has it may be called.
-        rotates_windows_only: layers without a window have no positions.
-        may_be_off: without a size of the window no layer has one, and all rotate.
-    """
-
-    period: int
-    period_names: tuple[str, ...] = ()
-    rotates_windows_only: bool = False
-    may_be_off: bool = False
+    period: int  # the usual number of layers
+    period_names: tuple[str, ...] = ()  # what the field that has it may be called
+    rotates_windows_only: bool = False  # layers without a window have no positions
+    may_be_off: bool = False  # without a size of the window no layer has one, and all rotate
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         layers, window = ours["num_layers"], read_window(reader, 4096)
@@ -121,13 +99,10 @@ class WindowPattern:
 
 @dataclass(frozen=True, kw_only=True)
 class QwenWindows:
-    """Qwen's: if `use_sliding_window` is set, some layers have a window.
+    """Qwen's: if `use_sliding_window` is set, some layers have a window."""
 
-    Attributes:
-        layers: which ones, without `layer_types`: `last`, from `max_window_layers` on; `alternate`, each second one
-            before `max_window_layers`; `all`, and the family knows neither `layer_types` nor that number.
-    """
-
+    # Which ones, without `layer_types`: `last`, from `max_window_layers` on; `alternate`, each second one before
+    # `max_window_layers`; `all`, and the family knows neither `layer_types` nor that number.
     layers: Literal["last", "alternate", "all"] = "last"
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ def read_rope(
     """ModelConfig's fields about rotary positions.
 
     Args:
-        reader: the file.
         positions: its longest context, at which dynamic scaling begins.
         base: the field that older files have the base in.
         usual_base: what transformers takes where the file has none.
@@ -128,12 +127,7 @@ def read_rope(
 
 
 def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
-    """`rope_parameters` of a model.
-
-    Args:
-        config: the model.
-        share: whether the family rotates a share of each head.
-    """
+    """`rope_parameters` of a model. `share`: whether the family rotates a share of each head."""
     kind = "default" if config.rope_scaling == "none" else config.rope_scaling
     table: dict[str, Any] = {"rope_type": kind, "rope_theta": config.rotary_base}
     if share:
@@ -156,25 +150,16 @@ def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One rotation for all layers.
+    """One rotation for all layers."""
 
-    Attributes:
-        base: what transformers takes where the file has none.
-        base_name: the field that older files have it in.
-        share: of each head that is rotated, where the file does not say it; None: whole heads only.
-        share_name: the field that older files have it in.
-        check_share: refuse another share than the whole, where `share` is None.
-        original: default of the context before scaling, of a family that has it outside the rope parameters.
-        renamed: as for `read_rope`.
-    """
-
-    base: float = _DEFAULT_BASE
-    base_name: str = "rope_theta"
-    share: float | None = None
-    share_name: str = "partial_rotary_factor"
-    check_share: bool = True
+    base: float = _DEFAULT_BASE  # what transformers takes where the file has none
+    base_name: str = "rope_theta"  # the field that older files have it in
+    share: float | None = None  # of each head that is rotated, where the file does not say it; None: whole heads only
+    share_name: str = "partial_rotary_factor"  # the field that older files have it in
+    check_share: bool = True  # refuse another share than the whole, where `share` is None
+    # Default of the context before scaling, of a family that has it outside the rope parameters.
     original: int | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)  # as for `read_rope`
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         fields = read_rope(

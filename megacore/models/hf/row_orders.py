@@ -32,14 +32,9 @@ class Run:
 @dataclass(frozen=True)
 class Layout:
     """An order of rows. A model of a million heads has millions of runs: they are made one at a time, not before the
-    shapes of the stored tensors give the number of heads.
+    shapes of the stored tensors give the number of heads."""
 
-    Attributes:
-        sizes: rows of each source, as far as the tensor needs it.
-        runs: the order.
-    """
-
-    sizes: Callable[[ResolvedModel], tuple[int, ...]]
+    sizes: Callable[[ResolvedModel], tuple[int, ...]]  # rows of each source, as far as the tensor needs it
     runs: Callable[[ResolvedModel], Iterator[Run]]
 
 
@@ -83,7 +78,6 @@ def _neighbouring_pairs(start: int, rotated: int, source: int = 0) -> Iterator[R
 
     Args:
         start: the first of the rows.
-        rotated: how many they are.
         source: number of the tensor that has them.
     """
     for offset in (0, 1):

@@ -1,8 +1,5 @@
-"""Rows of families.toml: one line that a config.json is read by and written by.
-
-A row copies a field or converts its value. What needs several fields is a part of its own (`Part`), in the module that
-is named for what it computes.
-"""
+"""Rows of families.toml: one line that a config.json is read by and written by. A row copies a field or converts its
+value. What needs several fields is a part of its own (`Part`), in the module that is named for what it computes."""
 
 from __future__ import annotations
 
@@ -39,19 +36,12 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One field of megacore's and one of theirs.
+    """One field of megacore's and one of theirs."""
 
-    Attributes:
-        ours: ModelConfig's or ExpertsConfig's name.
-        theirs: the names in config.json; the first is written.
-        default: what transformers takes where it is missing.
-        conversion: of the value; "" copies it.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    default: Any = None
-    conversion: str = ""
+    ours: str  # ModelConfig's or ExpertsConfig's name
+    theirs: tuple[str, ...]  # the names in config.json; the first is written
+    default: Any = None  # what transformers takes where it is missing
+    conversion: str = ""  # of the value; "" copies it
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         name = self.theirs[0]
@@ -141,19 +131,12 @@ class ReadOnly:
 
 @dataclass(frozen=True, kw_only=True)
 class Biases:
-    """Which linear layers have biases: all, or those of some projections.
+    """Which linear layers have biases: all, or those of some projections."""
 
-    Attributes:
-        qkv: the field of queries, keys and values.
-        output: that of attention's output projection.
-        mlp: that of the feed-forward layer.
-        qkv_default: what transformers takes where the file lacks `qkv`.
-    """
-
-    qkv: str = "attention_bias"
-    output: str = "attention_bias"
-    mlp: str = "mlp_bias"
-    qkv_default: bool = False
+    qkv: str = "attention_bias"  # the field of queries, keys and values
+    output: str = "attention_bias"  # that of attention's output projection
+    mlp: str = "mlp_bias"  # that of the feed-forward layer
+    qkv_default: bool = False  # what transformers takes where the file lacks `qkv`
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
         qkv = reader.flag(self.qkv, self.qkv_default)

@@ -15,61 +15,36 @@ _LOGARITHMIC_FROM = 50.0  # of the highest value over the median: a linear axis 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes:
-        name: for the legend.
-        style: class of the line: main, soft, second or dots.
-        points: by ascending x.
-    """
-
-    name: str
-    style: str
-    points: Sequence[Point]
+    name: str  # for the legend
+    style: str  # class of the line: main, soft, second or dots
+    points: Sequence[Point]  # by ascending x
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something at a point of the x axis: a resume, a skipped step.
+    """Something at a point of the x axis: a resume, a skipped step."""
 
-    Attributes:
-        x: where, or where it begins.
-        style: class: resume, spike, skip, or rollback.
-        text: what a browser shows under the pointer.
-        end: where a range ends.
-    """
-
-    x: float
-    style: str
-    text: str
-    end: float | None = None
+    x: float  # where, or where it begins
+    style: str  # class: resume, spike, skip, or rollback
+    text: str  # what a browser shows under the pointer
+    end: float | None = None  # where a range ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart.
+    """A chart."""
 
-    Attributes:
-        title: for those who cannot see it.
-        curves: drawn in order.
-        marks: on the x axis.
-        level: a horizontal line, with its name.
-        x_name: name of the x axis.
-        width: of the view box, in pixels.
-        height: likewise.
-        form: writes a value of the y axis.
-        from_zero: whether the y axis begins at 0.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    x_name: str
-    marks: Sequence[Mark] = ()
-    level: tuple[float, str] | None = None
-    width: float = 560.0
+    title: str  # for those who cannot see it
+    curves: Sequence[Curve]  # drawn in order
+    x_name: str  # name of the x axis
+    marks: Sequence[Mark] = ()  # on the x axis
+    level: tuple[float, str] | None = None  # a horizontal line, with its name
+    width: float = 560.0  # of the view box, in pixels
     height: float = 220.0
-    form: Callable[[float], str] = short
-    from_zero: bool = False
+    form: Callable[[float], str] = short  # writes a value of the y axis
+    from_zero: bool = False  # whether the y axis begins at 0
 
 
 def to_svg(chart: Chart) -> str:
@@ -183,7 +158,6 @@ def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
     """Horizontal bars of GiB, each with a tick where it was predicted.
 
     Args:
-        bars: from the top.
         largest: value of a full bar.
         title: for those who cannot see it.
     """

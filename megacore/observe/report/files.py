@@ -37,27 +37,16 @@ class Setting:
 
 @dataclass(kw_only=True)
 class RunFiles:
-    """A run, as its files tell it.
+    """A run, as its files tell it."""
 
-    Attributes:
-        directory: of the run.
-        steps: records of training steps, by step.
-        evaluations: records of evaluations, by step.
-        events: of events.jsonl, in order.
-        settings: of config.toml, by section.
-        hangs: names of the watchdog's reports.
-        is_running: whether a process holds the directory.
-        problems: what could not be read.
-    """
-
-    directory: Path
-    steps: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    events: list[Record] = field(default_factory=list)
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    hangs: list[str] = field(default_factory=list)
-    is_running: bool = False
-    problems: list[str] = field(default_factory=list)
+    directory: Path  # of the run
+    steps: list[Record] = field(default_factory=list)  # records of training steps, by step
+    evaluations: list[Record] = field(default_factory=list)  # records of evaluations, by step
+    events: list[Record] = field(default_factory=list)  # of events.jsonl, in order
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of config.toml, by section
+    hangs: list[str] = field(default_factory=list)  # names of the watchdog's reports
+    is_running: bool = False  # whether a process holds the directory
+    problems: list[str] = field(default_factory=list)  # what could not be read
 
     def setting(self, section: str, name: str) -> Any:
         """A setting of config.toml, or None."""
@@ -83,11 +72,7 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read the files of an output directory.
-
-    Raises:
-        UserError: it is no output directory of a run.
-    """
+    """Read the files of an output directory. Raises UserError where it is no output directory of a run."""
     if not directory.is_dir():
         state = "is not a directory" if directory.exists() else "does not exist"
         raise UserError(f"{directory} {state}: give the --output-dir of a run")
@@ -110,11 +95,7 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def lasting(events: Sequence[Record]) -> list[Record]:
-    """The events that no later rollback undoes, in order.
-
-    Args:
-        events: of a run, in order.
-    """
+    """The events that no later rollback undoes, in order. `events`: of a run, in order."""
     kept: list[Record] = []
     for event in events:
         if event["event"] == "rollback" and type(to_step := event.get("to_step")) is int:
@@ -131,12 +112,8 @@ def _is_after(event: Record, step: int) -> bool:
 
 
 def require_readable(path: Path) -> None:
-    """Refuse what is no regular file, or too large.
-
-    Raises:
-        OSError: it cannot be looked at.
-        ValueError: why it is not read.
-    """
+    """Refuse what is no regular file, or too large. Raises OSError where it cannot be looked at; ValueError where why
+    it is not read."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("is not a regular file")

@@ -1,8 +1,6 @@
-"""The page: what happened to a run, from the verdict down to its settings, in one HTML file without any reference.
-
-The page has no script. Charts are inline SVG; a browser shows the text of a mark under the pointer. Every string of the
-run is escaped.
-"""
+"""The page: what happened to a run, from the verdict down to its settings, in one HTML file without any reference. The
+page has no script. Charts are inline SVG; a browser shows the text of a mark under the pointer. Every string of the run
+is escaped."""
 
 from __future__ import annotations
 
@@ -33,17 +31,11 @@ _SMOOTHED_FROM = 50  # points
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        kind: class of its badge: good, warn, bad, or live.
-        word: on the badge.
-        text: the sentence beside it.
-    """
-
-    kind: str
-    word: str
-    text: str
+    kind: str  # class of its badge: good, warn, bad, or live
+    word: str  # on the badge
+    text: str  # the sentence beside it
 
 
 def verdict_of(run: RunFiles) -> Verdict:

@@ -25,14 +25,9 @@ def finite(value: object) -> float | None:
 
 
 def decimated(points: Sequence[Point], buckets: int) -> list[Point]:
-    """At most two points per bucket of the x axis, its lowest and its highest, in order.
-
-    A bucket without any number is one point without a number, so that the gap stays visible.
-
-    Args:
-        points: by ascending x.
-        buckets: at least 1; about as many as the picture has pixels.
-    """
+    """At most two points per bucket of the x axis, its lowest and its highest, in order. A bucket without any number is
+    one point without a number, so that the gap stays visible. `buckets`: at least 1; about as many as the picture has
+    pixels."""
     if len(points) <= 2 * buckets:
         return list(points)
     first, width = points[0].x, (points[-1].x - points[0].x) / buckets or 1.0
@@ -61,12 +56,8 @@ def _y(point: Point) -> float:
 
 
 def smoothed(points: Sequence[Point], span: float) -> list[Point]:
-    """The mean of the numbers within `span` points around each point; fewer near the ends, so that the curve follows.
-
-    Args:
-        points: by ascending x.
-        span: number of points.
-    """
+    """The mean of the numbers within `span` points around each point; fewer near the ends, so that the curve
+    follows."""
     sums, counts = [0.0], [0]
     for point in points:
         sums.append(sums[-1] + (point.y or 0.0))

@@ -1,8 +1,6 @@
-"""Writes to a tracker in a thread, so that a slow or broken one costs the training nothing but its records.
-
-The queue is bounded: while it is full, new records are left out. A tracker that fails is reported once. What it did not
-get is counted, and is still in metrics.jsonl.
-"""
+"""Writes to a tracker in a thread, so that a slow or broken one costs the training nothing but its records. The queue
+is bounded: while it is full, new records are left out. A tracker that fails is reported once. What it did not get is
+counted, and is still in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -50,7 +48,6 @@ class Background(Sink):
     Args:
         tracker: used by the thread only.
         run: the run that it follows.
-        say: prints a warning.
     """
 
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:

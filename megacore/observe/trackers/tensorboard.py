@@ -27,11 +27,8 @@ _DOUBLE, _VARINT, _BYTES, _FLOAT = 1, 0, 2, 5  # wire types
 
 
 class TensorBoard:
-    """A tracker that writes one event file per start of the run.
-
-    Args:
-        directory: of the event files; made if it does not exist.
-    """
+    """A tracker that writes one event file per start of the run. `directory`: of the event files; made if it does not
+    exist."""
 
     flag = "--tensorboard-dir"
 

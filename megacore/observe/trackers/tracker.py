@@ -12,27 +12,18 @@ from megacore.config import ResolvedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The run that a tracker follows.
+    """The run that a tracker follows."""
 
-    Attributes:
-        output_dir: of the run; holds metrics.jsonl.
-        first_step: steps done before this start; 0: a fresh run.
-        config: resolved.
-    """
-
-    output_dir: Path
-    first_step: int
+    output_dir: Path  # of the run; holds metrics.jsonl
+    first_step: int  # steps done before this start; 0: a fresh run
     config: ResolvedConfig
 
 
 class Tracker(Protocol):
-    """Takes metrics. Every method runs in the same thread, which is not that of the training; each may raise anything.
+    """Takes metrics. Every method runs in the same thread, which is not that of the training; each may raise
+    anything."""
 
-    Attributes:
-        flag: the flag that chose it, for messages.
-    """
-
-    flag: str
+    flag: str  # the flag that chose it, for messages
 
     def open(self, run: RunInfo) -> None:
         """Begin, before the first record."""

@@ -26,11 +26,7 @@ _LOGIN_SECONDS = 30
 
 
 class WandbRun:
-    """A tracker that logs to W&B, online or to files for `wandb sync`.
-
-    Args:
-        settings: of the run.
-    """
+    """A tracker that logs to W&B, online or to files for `wandb sync`."""
 
     flag = "--wandb-project"
 
