@@ -1,29 +1,20 @@
-"""Checkpoints that DeepSpeed itself has written are read bit for bit.
-
-They are made where DeepSpeed is installed, or where MEGACORE_DEEPSPEED_PYTHON names the interpreter of an environment
-that has it.
-"""
+"""Checkpoints that DeepSpeed itself has written are read bit for bit. `make peers` installs it."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megacore.convert.deepspeed_files import open_deepspeed
+from tests.peers import interpreter_with
 
-PYTHON = os.environ.get("MEGACORE_DEEPSPEED_PYTHON") or (
-    sys.executable if importlib.util.find_spec("deepspeed") else ""
-)
+PYTHON = interpreter_with("deepspeed")
 SCRIPT = Path(__file__).with_name("deepspeed_checkpoints.py")
-
-HOW = "needs DeepSpeed: run `make peers`, and set MEGACORE_DEEPSPEED_PYTHON=.venv-peers/bin/python"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason=HOW)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="needs DeepSpeed: run `make peers`")]
 
 
 @pytest.mark.parametrize(("stage", "form"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32")])

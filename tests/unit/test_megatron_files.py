@@ -41,6 +41,7 @@ from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.patience import patience
+from tests.peers import interpreter_with
 from tests.unit.hostile import Payload
 from tools.convert_checkpoint import main as convert
 
@@ -869,7 +870,8 @@ torch.save(logits, target)
 @pytest.mark.parametrize("kind", ["megatron", "torch_dist"])
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["GPT-2", "Llama"])
 def test_megatron_core_computes_the_same(config: object, kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install megatron-core")
+    if not (python := interpreter_with("megatron")):
+        pytest.skip("needs megatron-core: run `make peers`")
     checkpoint_of(config, tmp_path / "ours")  # type: ignore[arg-type]
     flags = {"megatron_norms": "apart"} if kind == "megatron" else {}
     assert to_megatron(tmp_path / "ours", tmp_path / "theirs", kind, **flags) == 0
@@ -877,9 +879,7 @@ def test_megatron_core_computes_the_same(config: object, kind: str, tmp_path: Pa
     torch.save(tokens, tmp_path / "tokens.pt")
     words = [str(tmp_path / "theirs"), kind, str(tmp_path / "tokens.pt"), str(tmp_path / "logits.pt")]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CORE, *words], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([python, "-c", CORE, *words], env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     (ours,) = our_logits(CheckpointTensors(tmp_path / "ours"), tokens, None)
     theirs = torch.load(tmp_path / "logits.pt")[..., :VOCAB]
