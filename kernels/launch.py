@@ -17,11 +17,12 @@ from triton.backends.compiler import BaseBackend
 from triton.compiler import make_backend
 
 # What a device of the Hopper generation has; assumed where none can be asked, as when kernels are compiled only.
-_HOPPER_PROCESSORS = 132
+_HOPPER, _HOPPER_PROCESSORS = 90, 132
 _INTERPRETED_PROCESSORS = 2
 _HOSTS = ("cpu", "meta")  # where kernels are interpreted or compiled only
 _ON_HOST = -1  # the number of a device where there is one of its kind
 _ALIGNMENT = 16  # bytes; for pointers that are no multiples of it Triton compiles narrower accesses
+_REDUCTIONS = 16_384  # bytes of shared memory for sums over the threads of a program, at most
 _MOST_LOADED = 1024  # keys of a kernel: sizes that change in every call must not fill the memory
 
 
@@ -137,6 +138,29 @@ def processors(device: torch.device) -> int:
     if device.type in _HOSTS:
         return _HOPPER_PROCESSORS
     return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Bytes of shared memory that a program may have on a device, by its number."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
+def stages_of(row_bytes: int, x: Tensor, most: int) -> int:
+    """How many rows of a tensor's device are read at once: beyond the first, each has a place in shared memory."""
+    if interpreting():
+        return 1
+    own = x.get_device()
+    number = triton.runtime.driver.active.get_current_device() if own == _ON_HOST else own
+    return max(1, min(most, 1 + (_shared_memory(number) - _REDUCTIONS) // row_bytes))
+
+
+def has_fast_memory() -> bool:
+    """Whether the current device is of NVIDIA's Hopper generation or later: its memory needs more reads in flight."""
+    if interpreting():
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= _HOPPER)
 
 
 def rows_and_width(x: Tensor) -> tuple[int, int]:

@@ -21,7 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import aligned, block_of, blocks_of, launchable, processors, rows_and_width, warps_of
+from megacore.kernels.launch import (
+    aligned,
+    block_of,
+    blocks_of,
+    has_fast_memory,
+    launchable,
+    processors,
+    rows_and_width,
+    stages_of,
+    warps_of,
+)
 
 # Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others, whose
 # elements are addressed one by one. Beyond, ptxas spills (tools/kernel_report.py).
@@ -127,7 +137,7 @@ def _means(products, sums, width, RMS: tl.constexpr):
 @triton.jit
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
-    RMS: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -136,8 +146,8 @@ def _backward(
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     at = program.to(tl.int64) * width + columns
-    # Two stages: the next row is on its way to shared memory while this one is computed.
-    for row in tl.range(program, rows, tl.num_programs(0), num_stages=2):
+    # The next rows are on their way to shared memory while this one is computed.
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
@@ -339,12 +349,14 @@ def backward(
     """
     rows, width = rows_and_width(x)
     dx = torch.empty_like(x)
-    flags = {"RMS": rms, "HAS_DSUM": dsum is not None}
+    has_dsum = dsum is not None
+    flags = {"RMS": rms, "HAS_DSUM": has_dsum}
     persistent = width <= PERSISTENT[aligned(width)]
     chunked = not persistent and aligned(width) and x.element_size() == 2 and width <= CHUNKED[rms]
     if persistent or chunked:
         block = block_of(width)
-        shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
+        programs = _programs_each(block)
+        shares = max(1, min(rows, processors(x.device) * programs))
     else:
         shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
     parameters = x.new_empty((1 + has_bias, shares, width), dtype=torch.float32)
@@ -352,17 +364,20 @@ def backward(
         parameters.zero_()
     dweight, dbias = parameters.unbind() if has_bias else (parameters, parameters)
     if rows and persistent:
+        # Where a processor has one program, one row on its way does not keep a fast memory busy.
+        most = 3 if programs == 1 and has_fast_memory() else 2
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
             **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, 32),
+            STAGES=stages_of((2 + has_dsum) * x.element_size() * block, x, most),
         )  # fmt: skip
     elif rows and chunked:
-        # Two stages spill in LayerNorm; four chunks of two stages exceed the shared memory of an A100.
+        # Two stages spill in LayerNorm. Of a row, x and dy of both passes and the weight have a place each.
         chunks = blocks_of(width, _BACKWARD_CHUNK)
         _backward_chunked[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
-            **flags, HAS_BIAS=has_bias, CHUNKS=chunks, STAGES=2 if rms and chunks <= 3 else 1, BLOCK=_BACKWARD_CHUNK,
-            num_warps=16,
+            **flags, HAS_BIAS=has_bias, CHUNKS=chunks, BLOCK=_BACKWARD_CHUNK, num_warps=16,
+            STAGES=stages_of((5 + has_dsum) * x.element_size() * chunks * _BACKWARD_CHUNK, x, 1 + rms),
         )  # fmt: skip
     elif rows:
         _backward_wide[(rows,)](

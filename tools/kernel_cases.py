@@ -126,7 +126,7 @@ def _norm(width: int, name: str, rms: bool, *, residual: bool = False, aligned: 
     return Case(
         name=f"{'add_' * residual}{'rms' if rms else 'layer'}_norm {width} {name}",
         launch=launch,
-        narrow=_NARROW_NORM,
+        narrow=_NARROW_NORM | ({"backward": 6} if width > 4096 else {}),  # a row more is begun before the first
         aligned=aligned,
         minimum=_times(x.nbytes, **times, backward_columns=2) if width >= 2048 else {},
     )

@@ -123,6 +123,7 @@ class Target:
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, 32)
+        self.utils = self
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -130,6 +131,9 @@ class Target:
     def get_current_device(self) -> int:
         # Triton keeps the compiled kernels per device: each architecture is a different device.
         return int(self._target.arch)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT[device]}
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0

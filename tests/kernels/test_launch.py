@@ -27,6 +27,10 @@ class Driver:
 
     def __init__(self) -> None:
         self.current = 0
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
