@@ -1,5 +1,5 @@
-"""What a device holds while a run is built on ZeRO-3, and what it is too small for; what the step in host memory copies
-and waits for."""
+"""What a device holds while a run is built on ZeRO-3, and what it is too small for; what --offload-params and the
+optimizer's step copy and wait for."""
 
 from __future__ import annotations
 
@@ -8,36 +8,45 @@ import gc
 import re
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import ops
+from megacore.config import SpikeConfig
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
 from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
+from megacore.models.outline import outline
 from megacore.ops import cross_entropy
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.loss import vocabulary_share
-from megacore.parallel.mesh import build_mesh
+from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
 from megacore.plan import fit
 from megacore.tracer.step_trace import fake_step
 from megacore.train.callbacks import Callback
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from tests.accelerator.device import counting, limit_memory, needs_pretend, slow
+from tests.accelerator.device import Counters, counting, limit_memory, needs_pretend, slow
+from tests.accelerator.largest_model import HOST as ON_HOST
+from tests.accelerator.largest_model import PLAIN, largest
+from tests.accelerator.test_training import Case, Changes, case_of, cases_of
 from tests.distributed import run_distributed
+from tests.parallel.test_spikes import GUARD, POISON, STEPS, Losses, Text, state_of, trainer_on
 from tests.parallel.test_tensor import world_group
+from tests.parity import runs
 from tests.parity.hf_models import make_model, save_model
 from tests.parity.runs import Layout, RaggedData, losses_around_a_skip, make_config, make_trainer
+from tests.plans.published import traced
 
 pytestmark = needs_pretend
 SMALL = 1 << 12  # bytes: numbers that ranks agree on
@@ -396,3 +405,350 @@ def test_shards_hold_equal_parts_of_the_matrices(tmp_path: Path) -> None:
                         work[shard] += 4 * rows**2 * columns + 2 * rows**3
         assert step.model.data_parallel.padding < 0.01
     assert max(work) <= 1.05 * sum(work) / 4
+
+
+# ---- --offload-params ------------------------------------------------------------------------------------------------
+
+HOST: Changes = {"offload_params": True, "offload_optimizer": True}
+BF16: Changes = {"precision": "bf16"}
+CASES, MORE = cases_of("offload_params")
+
+
+def both(rank: int, world_size: int, cases: list[Case], directory: str) -> list[list[runs.Outcome]] | None:
+    """Each case on ZeRO-3, with its state on the device and in host memory."""
+    found = []
+    for number, (layout, changes) in enumerate(cases):
+        outcomes = []
+        for where in ({}, HOST):
+            common = {"zero_stage": 3, "train_iters": 2, "num_layers": 3, "device": "pretend"}
+            config = runs.make_config(layout, f"{directory}/{number}{len(where)}", **(common | changes | where))
+            if config.training.reproducible:
+                compute_reproducibly()
+            outcomes.append(
+                runs.train_on(build_mesh(config.parallel), config, moments=changes.get("optimizer") != "muon")
+            )
+        found.append(outcomes)
+    return found if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [*((CASES[ranks], ranks) for ranks in CASES), *(pytest.param(MORE[n], n, marks=pytest.mark.slow) for n in MORE)],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_no_bit_differs_from_stage_3_on_the_device(words: list[str], ranks: int, tmp_path: Path) -> None:
+    cases = [case_of(one) for one in words]
+    options: Changes = {"backend": "pretend", "init": ranks > 1, "timeout": 60 * len(cases)}
+    found = run_distributed(both, ranks, cases, str(tmp_path), **options)[0]
+    for (plain, on_host), (_, changes) in zip(found, cases, strict=True):
+        if "clip_grad" in changes:
+            assert on_host.norms == pytest.approx(plain.norms, rel=1e-7)
+            on_host = dataclasses.replace(on_host, norms=plain.norms)
+        runs.bitwise(on_host, plain)
+
+
+def alone(work: Any, *arguments: Any, **options: Any) -> Any:
+    """What one process on the device gives."""
+    return run_distributed(work, 1, *arguments, backend="pretend", init=False, **options)[0]
+
+
+@pytest.mark.slow
+def test_thirteen_times_the_model_fits_on_a_device(tmp_path: Path) -> None:
+    """ZeRO-Offload's figure (arXiv 2101.06840, section 6.2.1): blocks of a model that completes a step on one device,
+    with mixed precision and AdamW, and blocks of one with its state in host memory. Both recompute."""
+    common: Changes = {"limit": 8 << 20, "shape": {"hidden_size": 64, "recompute": "full"}}
+    works = [partial(largest, most=most, flags=flags, **common) for flags, most in ((PLAIN, 40), (ON_HOST, 130))]
+    plain, on_host = (alone(work, str(tmp_path)) for work in works)
+    assert plain.is_limit
+    assert 5 < plain.blocks <= (8 << 20) / (18 * 12 * 64**2)
+    assert on_host.blocks >= 13 * plain.blocks
+    assert on_host.on_host >= 17 * on_host.parameters
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Of a steady step: what the host waited for, bytes each way, bytes of the rank's shards of parameters and of
+    gradients, most bytes on the device beyond the batch, and those of the formula."""
+
+    waits: dict[str, int]
+    up: int
+    down: int
+    params: int
+    grads: int
+    peak: int
+
+
+def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes: Changes) -> Steady:
+    """The second step of a run with its state in host memory."""
+    layout: runs.Layout = (1, 1, world_size)
+    config = runs.make_config(layout, directory, device="pretend", zero_stage=3, **HOST, **changes)
+    mesh = build_mesh(config.parallel)
+    before = torch.accelerator.memory_allocated()
+    trainer = runs.make_trainer(config, mesh)
+    trainer.train_step(next(trainer.batches))
+    batch = next(trainer.batches)
+    torch.accelerator.reset_peak_memory_stats()
+    with slow() if slowly else nullcontext(), counting() as counted:
+        trainer.train_step(batch)
+    peak = torch.accelerator.max_memory_allocated() - before
+    buckets = trainer.model.data_parallel.buckets
+    return Steady(
+        waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
+        up=counted.bytes_to_device,
+        down=counted.bytes_to_host,
+        params=sum(bucket._shard_params.nbytes for bucket in buckets),
+        grads=4 * sum(bucket.layout.shard_size for bucket in buckets),
+        peak=peak,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_waits_once_and_holds_what_is_planned(replicas: int, tmp_path: Path) -> None:
+    """Of two microbatches: parameters travel before each forward and backward; the sum of gradients to the host and,
+    before the second, back; for the norm once more. A part of the parameters is checked."""
+    shape = {"hidden_size": 128, "num_layers": 8, "micro_batch_size": 2, "global_batch_size": 4 * replicas}
+    work = partial(steady, slowly=False, changes=shape | BF16)
+    config = runs.make_config((1, 1, replicas), tmp_path, zero_stage=3, kernels="torch", **HOST, **shape, **BF16)
+    (planned,) = traced(config, outline(config), on_cpu=False)
+    for found in run_distributed(work, replicas, str(tmp_path), backend="pretend", init=replicas > 1):
+        assert found.waits == {"to_host": 1}
+        assert found.up == pytest.approx(4 * found.params + 2 * found.grads + found.params / 16, rel=0.01)
+        assert found.down == pytest.approx(2 * found.grads, rel=0.01)
+        assert found.peak == pytest.approx(planned.expected_tensors, rel=0.1)  # copies keep memory a little longer
+
+
+def test_the_host_waits_once_and_for_gradients_that_it_updates(tmp_path: Path) -> None:
+    """Where copies are done before anybody asks for them, for the decision alone. test_training.py counts the bytes."""
+    work = partial(steady, changes=BF16 | {"num_layers": 2})
+    soon, late = (alone(partial(work, slowly=is_slow), str(tmp_path / f"{is_slow}")) for is_slow in (False, True))
+    assert soon.waits == {"to_host": 1}
+    assert late.waits.keys() <= {"to_host", "downloaded", "wait_for_reads"}
+    assert late.waits["to_host"] == 1
+
+
+def rolled_back(rank: int, world_size: int, directory: str, changes: Changes) -> list[tuple[Any, dict[str, Any]]]:
+    """Losses and state of a run with a spike, which is rolled back, on the device and in host memory."""
+    found = []
+    for where in ({}, HOST):
+        losses, guard = Losses(), SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
+        options = {"device": "pretend", "zero_stage": 3, "num_layers": 1, **changes, **where}
+        output = Path(directory, str(len(where)))
+        run = trainer_on(None, (1, 1, world_size), output, Text(POISON), losses, guard, **options)
+        run.run()
+        run.saving.finish()
+        assert run.step == STEPS
+        assert len(run.rollbacks.done) == 1
+        assert losses.skipped == [10]
+        found.append((losses.by_step, state_of(run)))
+    return found
+
+
+def test_a_rollback_gives_the_bits_of_stage_3_on_the_device(tmp_path: Path) -> None:
+    ((plain, on_host),) = run_distributed(
+        rolled_back, 1, str(tmp_path), BF16 | {"clip_grad": 0.0}, backend="pretend", timeout=120
+    )
+    assert on_host[0] == plain[0]
+    assert on_host[1].keys() == plain[1].keys()
+    assert not [name for name, value in plain[1].items() if not torch.equal(on_host[1][name], value)]
+
+
+def resumed(rank: int, world_size: int, directory: str, changes: list[Changes]) -> tuple[list[float], dict[str, Any]]:
+    """A step with each of these, where each goes on from the checkpoint of the one before: losses and weights."""
+    losses = []
+    for number, one in enumerate(changes):
+        load = {} if number == 0 else {"load": f"{directory}/{number - 1}"}
+        common = {"num_layers": 1, "train_iters": 3, "reproducible": True, "zero_stage": 3, "micro_batch_size": 1}
+        common |= {"global_batch_size": 4}
+        config = runs.make_config(
+            (1, 1, world_size), f"{directory}/{number}", device="pretend", **common, **load, **one
+        )
+        compute_reproducibly()
+        mesh = build_mesh(config.parallel)
+        trainer = runs.make_trainer(config, mesh)
+        losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+        trainer.save()
+    return losses, runs.gather(trainer, mesh, lambda owned: owned.master)
+
+
+def test_checkpoints_go_from_host_to_device_and_back(tmp_path: Path) -> None:
+    """With exact sums, bitwise, on another number of replicas too."""
+    on_two = run_distributed(resumed, 2, str(tmp_path / "a"), [HOST, {}, HOST], backend="pretend")[0]
+    on_one = alone(resumed, str(tmp_path / "b"), [{}, {}, {}])
+    assert on_two[0] == on_one[0]
+    assert not runs.differences(on_two[1], on_one[1])
+
+
+# ---- the optimizer's step --------------------------------------------------------------------------------------------
+
+Options = dict[str, Any]
+WIDE: Options = {"device": "pretend", "hidden_size": 256, "num_layers": 2, "bucket_size_mb": 2.0, "train_iters": 3}
+ROW = 4096  # numbers that the norm sums in fp32; what is left of a bucket it sums in fp64
+# Operators that only write what they are given, and those that look at memory in another way or allocate it.
+WRITES_ONLY = {"copy_", "fill_", "zero_"}
+FREE = {"alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "reshape", "select", "slice",
+        "split", "split_with_sizes", "unbind", "unsqueeze", "view", "_unsafe_view"}  # fmt: skip
+
+
+@dataclass
+class Traffic(TorchDispatchMode):
+    """Bytes of the device that operators read and write, each tensor once an operator, and the operators' names."""
+
+    counters: Counters
+    bytes: int = 0
+    names: Counter[str] = field(default_factory=Counter)
+    before_waiting: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name in FREE:
+            return result
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        if name == "_fused_adamw_":
+            written.discard("grads")  # they would be with a `grad_scale`
+        only_written = written if name in WRITES_ONLY else {"copy"} if name == "adamw_" else set()
+        moved = sum(_size(value) for key, value in given.items() if key not in only_written)
+        moved += sum(_size(given[key]) for key in written if key in given)
+        moved += 0 if written else _size(result)
+        self.bytes += moved
+        self.names[name] += 1
+        if not self.counters.sync_causes:
+            self.before_waiting[name] += 1
+        return result
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return value.nbytes if isinstance(value, Tensor) and value.device.type == "pretend" else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the ending of a step moves and launches, from the reduced gradients on; what operators move before, once the
+    reductions are done; how many buckets are no whole number of rows, and how much more
+    memory than before it takes at once."""
+
+    bytes_per_parameter: float
+    reduction_bytes_per_parameter: float
+    launches: int
+    names: Counter[str]
+    before_waiting: Counter[str]
+    waits: list[str]
+    buckets: int
+    remainders: int
+    peak: int
+    bucket_bytes: int
+
+
+def endings(rank: int, world_size: int, output_dir: str, cases: list[tuple[Options, bool]]) -> list[Step]:
+    """Of each case: options, and whether the update is in one pass."""
+    return [
+        ending(world_size, f"{output_dir}/{number}", one_pass, options)
+        for number, (options, one_pass) in enumerate(cases)
+    ]
+
+
+def steps_of(output_dir: Path, ranks: int, *cases: tuple[Options, bool]) -> list[Step]:
+    arguments = (str(output_dir), list(cases))
+    found: list[Step] = run_distributed(endings, ranks, *arguments, backend="pretend", init=ranks > 1)[0]
+    return found
+
+
+def ending(world_size: int, output_dir: str, one_pass: bool, options: Options) -> Step:
+    config = make_config((1, 1, world_size), output_dir, **{**WIDE, "global_batch_size": 2 * world_size, **options})
+    mesh = build_mesh(config.parallel)
+    # Triton is chosen while the model is built: the operators then run in plain torch, each counted as the one kernel
+    # that it is.
+    with ops.kernels_chosen("triton" if one_pass else "torch"):
+        trainer = make_trainer(config, mesh)
+    trainer.train_step(next(trainer.batches))
+    apply, found = trainer.update.apply, list[Step]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        data_parallel = trainer.model.data_parallel
+        with counting() as counters, Traffic(counters) as reduced:
+            data_parallel.finish()  # what still runs of the reductions
+        torch.accelerator.reset_peak_memory_stats(mesh.device)
+        held = torch.accelerator.memory_allocated(mesh.device)
+        with counting() as counters, Traffic(counters) as traffic:
+            outcome = apply(*args, **kwargs)
+        assert outcome.skipped is None and outcome.norm > config.optimizer.clip_grad > 0
+        shards = [bucket.master.numel() for bucket in data_parallel.buckets]
+        found.append(
+            Step(
+                bytes_per_parameter=traffic.bytes / sum(shards),
+                reduction_bytes_per_parameter=reduced.bytes / sum(shards),
+                launches=traffic.names.total(),
+                names=traffic.names,
+                before_waiting=traffic.before_waiting,
+                waits=list(counters.sync_causes),
+                buckets=len(shards),
+                remainders=sum(numbers % ROW > 0 for numbers in shards),
+                peak=torch.accelerator.max_memory_allocated(mesh.device) - held,
+                bucket_bytes=4 * max(shards),
+            )
+        )
+        return outcome
+
+    trainer.update.apply = counted  # type: ignore[method-assign]
+    trainer.train_step(next(trainer.batches))
+    (step,) = found
+    return step
+
+
+CUT: Options = {"precision": "bf16", "clip_grad": 1e-3}
+
+
+# By ranks: options, whether the update is in one pass, and bytes.
+BYTES: dict[int, list[tuple[Options, bool, int]]] = {
+    1: [
+        (
+            CUT,
+            False,
+            46,
+        ),  # by operators: the gradient is scaled, and the weights are copied, in passes of their own
+        (CUT, True, 34),
+        ({**CUT, "grad_reduce_dtype": "bf16"}, True, 30),
+    ],
+    2: [({**CUT, "zero_stage": 1}, True, 34)],
+}
+
+
+@pytest.mark.parametrize("ranks", BYTES)
+def test_bytes_a_parameter(ranks: int, tmp_path: Path) -> None:
+    """The norm reads the gradient (4 bytes); the update reads it and three states (16), and writes these (12) and the
+    16-bit weights (2). Of sums that are not whole rows, of what decays and of the norm's own sums there is a little."""
+    cases = [(options, one_pass) for options, one_pass, _ in BYTES[ranks]]
+    for step, (_, one_pass, expected) in zip(steps_of(tmp_path, ranks, *cases), BYTES[ranks], strict=True):
+        assert expected <= step.bytes_per_parameter < expected + 0.5, step.names
+        assert step.reduction_bytes_per_parameter == 0  # the collective has written the sum where it is read
+        assert len(step.waits) == 1 and "in to_host" in step.waits[0]
+        if one_pass:
+            assert step.names["adamw_"] == step.before_waiting["adamw_"] == step.buckets
+            assert not {"mul_", "_foreach_mul_", "_fused_adamw_", "clone"}.intersection(step.names)
+
+
+def test_launches_grow_with_the_number_of_buckets_alone(tmp_path: Path) -> None:
+    """A bucket takes two, for its norm and its update, and one more if it is no whole number of rows, whatever
+    parameters it has."""
+    few = {**CUT, "disable_bias_linear": True}
+    cases = [({**options, "bucket_size_mb": mb}, True) for options, mb in ((few, 1.0), (CUT, 1.0), (CUT, 8.0))]
+    steps = steps_of(tmp_path, 1, *cases)
+    assert len({step.buckets for step in steps}) > 1
+    (rest,) = {step.launches - 2 * step.buckets - step.remainders for step in steps}
+    assert rest <= 52
+
+
+def test_gradients_of_16_bits_are_not_widened_all_at_once(tmp_path: Path) -> None:
+    options = {**CUT, "grad_reduce_dtype": "bf16", "num_layers": 4}
+    by_operators, in_one_pass = steps_of(tmp_path, 1, (options, False), (options, True))
+    assert min(by_operators.buckets, in_one_pass.buckets) >= 4
+    # The plain form of the operator makes new states before it writes them; of a kernel's they are registers.
+    assert by_operators.peak <= 2 * by_operators.bucket_bytes
+    assert in_one_pass.peak <= 8 * in_one_pass.bucket_bytes

@@ -1,7 +1,13 @@
-"""What the engine promises beside right numbers: lazy layers, equal bits, state on any layout, and clear refusals."""
+"""The engine's promises beside right numbers: lazy layers, equal bits, state on any layout, clear refusals; and those
+of megacore.initialize, which takes DeepSpeed's files."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
+import megacore
 from megacore.config import (
     AdamWConfig,
     LoggingConfig,
@@ -19,23 +27,25 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    SGDConfig,
     WatchConfig,
 )
-from megacore.errors import ConfigError, UserError
+from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.rotary import Rotary
 from megacore.parallel.context import SequenceShards
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, Mesh, build_mesh
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.tensor import VocabParallelEmbedding
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
-from tests.distributed import run_distributed
+from tests.distributed import RankFailed, run_distributed
 from tests.parallel.test_callbacks import Collect, Diary
+from tests.patience import scaled_minutes, until
 
 BUILT: list[str] = []
-UNWATCHED = {"watch": WatchConfig(hang_timeout_minutes=0.0)}  # spares a process per engine
+UNWATCHED: dict[str, Any] = {"watch": WatchConfig(hang_timeout_minutes=0.0)}  # spares a process per engine
 
 
 def recorded(name: str, size: int) -> nn.Module:
@@ -406,3 +416,667 @@ def test_outputs_that_cannot_be_handed_on_are_refused_on_every_rank() -> None:
     for said, what in zip(one, ["a dict", "a list", "a tuple of 1", "a tuple of Tensor, tuple"], strict=False):
         assert said == f"layer 'b' returns {what}: {must}"
     assert one[4].startswith("layer 'b' fails on its input ([3, 6] torch.float32): RuntimeError")
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.1)
+
+
+class Split(nn.Module):
+    """A tuple of two: what is computed, and what passes by."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x), x
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.2)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self.drop(self.linear(x[0])) + x[1]
+
+
+def plain_layers() -> list[Layer]:
+    return [
+        Layer("in", nn.Linear, 6, 6),
+        Layer("norm", nn.BatchNorm1d, 6),
+        Layer("split", Split),
+        Layer("joined", Joined),
+        Layer("out", nn.Linear, 6, 6),
+    ]
+
+
+def engine_on(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
+    parallel = UNIFORM | changes.pop("parallel", {})
+    return engine_of(layers, pp, dp, parallel=parallel, optimizer=OPTIMIZER, **changes)
+
+
+def train(engine: PipelineEngine, first: int, last: int) -> list[float]:
+    return [float(engine.train_batch(engine.split(*batch(step)))) for step in range(first, last)]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# ---- recomputation and offload
+
+
+@pytest.mark.parametrize(
+    "changes", [{"recompute": "full"}, {"parallel": {"offload_optimizer": True}}], ids=["recompute", "offload"]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_saves_memory_changes_no_bit(schedule: str, changes: dict[str, Any]) -> None:
+    """Neither of the losses, nor of the weights, nor of BatchNorm's running averages."""
+    plain = engine_on(plain_layers(), parallel={"schedule": schedule})
+    changes = changes | {"parallel": {"schedule": schedule, **changes.get("parallel", {})}}
+    saving = engine_on(plain_layers(), **changes)
+    assert train(saving, 0, 3) == train(plain, 0, 3)
+    assert same(saving.state_dict(), plain.state_dict())
+
+
+# ---- checkpoints
+
+
+def save_two_of_four(rank: int, world_size: int, directory: str) -> list[float]:
+    engine = engine_on(plain_layers(), 2, 1, reproducible=True)
+    train(engine, 0, 2)
+    engine.save(directory)
+    return train(engine, 2, 4)
+
+
+def test_a_checkpoint_of_two_stages_continues_on_one_process_bitwise(tmp_path: Path) -> None:
+    after = run_distributed(save_two_of_four, 2, str(tmp_path))[0]
+    one = engine_on(plain_layers(), reproducible=True)
+    one.load(tmp_path)
+    assert one.step == 2
+    assert train(one, 2, 4) == after
+    assert one.state_dict()["norm.num_batches_tracked"] == 16
+    with pytest.raises(CheckpointError, match=r"of another model: other\.weight is missing"):
+        engine_on([Layer("other", nn.Linear, 6, 6)]).load(tmp_path)
+
+
+def tied_engine(stages: int) -> PipelineEngine:
+    """Trains a matrix that two stages use, and that the optimizer takes whole."""
+    layers = [linear("blocks.0"), Layer("act", nn.Tanh), linear("blocks.2").tied("blocks.0")]
+    return engine_of(layers, stages, optimizer=OptimizerConfig(optimizer="adafactor", lr=1e-2, clip_grad=0.0))
+
+
+def save_tied(rank: int, world_size: int, directory: str) -> list[float]:
+    engine = tied_engine(world_size)
+    train(engine, 0, 2)
+    engine.save(directory)
+    return train(engine, 2, 4)
+
+
+def test_the_state_of_a_tied_matrix_is_saved_once(tmp_path: Path) -> None:
+    """Of its rows and columns too."""
+    after, one = run_distributed(save_tied, 2, str(tmp_path))[0], tied_engine(1)
+    one.load(tmp_path)
+    assert train(one, 2, 4) == pytest.approx(after, rel=1e-6)
+
+
+# ---- tensor parallelism
+
+
+def split_layers(mesh: Mesh) -> list[Layer]:
+    return [
+        Layer("in", nn.Linear, 6, 8),
+        Layer("up", ColumnParallelLinear, 8, 16, group=mesh.layer),
+        Layer("act", nn.GELU),
+        Layer("down", RowParallelLinear, 16, 8, group=mesh.layer),
+        Layer("out", nn.Linear, 8, 6),
+    ]
+
+
+def tensor_parallel(
+    rank: int, world_size: int, tp: int, pp: int, zero_stage: int, directory: str
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    mesh = build_mesh(ParallelConfig(tp=tp, pp=pp, device="cpu"))
+    assert mesh.batch.size == world_size // (tp * pp)
+    parallel = {"tp": tp, "zero_stage": zero_stage}
+    engine = engine_on(split_layers(mesh), pp, mesh.batch.size, mesh=mesh, parallel=parallel)
+    losses, norms = [], []
+    for step in range(3):
+        losses += train(engine, step, step + 1)
+        norms.append(float(engine.grad_norm))
+    if directory:
+        engine.save(directory)
+    return losses, norms, engine.state_dict()
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2, dp=1)])
+def test_a_mesh_that_needs_other_processes_is_refused(parallel: ParallelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"= 2, but the run has 1 process: use torchrun --nproc-per-node 2"):
+        build_mesh(parallel)
+
+
+@pytest.mark.parametrize(("tp", "pp", "zero_stage"), [(2, 1, 2), pytest.param(2, 2, 0, marks=pytest.mark.slow)])
+def test_split_layers_train_as_on_one_process(tp: int, pp: int, zero_stage: int, tmp_path: Path) -> None:
+    losses, norms, state = run_distributed(tensor_parallel, 1, 1, 1, 0, "")[0]
+    assert state["up.weight"].shape == (16, 8) and state["up.weight"].std() > 0.01
+    for result in run_distributed(tensor_parallel, 4, tp, pp, zero_stage, str(tmp_path)):
+        assert result[0] == pytest.approx(losses, rel=1e-5)
+        assert result[1] == pytest.approx(norms, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(result[2][name], value, rtol=1e-4, atol=1e-5)
+    mesh = Mesh(device=torch.device("cpu"))
+    one = engine_on(split_layers(mesh), mesh=mesh)
+    one.load(tmp_path)
+    assert one.step == 3
+    torch.testing.assert_close(one.state_dict()["up.weight"], state["up.weight"], rtol=1e-4, atol=1e-5)
+
+
+# ---- a hang
+
+CALL = 4
+
+
+class Halts(nn.Module):
+    """Stops for good in one call on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == CALL and os.environ["RANK"] == "2":
+            time.sleep(3600)
+        return self.linear(x)
+
+
+def hang(rank: int, world_size: int, output_dir: str, minutes: float) -> None:
+    watch, layers = WatchConfig(hang_timeout_minutes=minutes), [Layer("in", nn.Linear, 4, 4), Layer("halts", Halts)]
+    engine = engine_of(layers, 2, 2, num_microbatches=1, output_dir=output_dir, watch=watch)
+    time.sleep(1.3 * 60.0 * minutes)  # in its own code a program takes as long as it likes
+    while True:
+        engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 4)))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_the_engine_is_named_and_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="SIGTERM"):
+        run_distributed(hang, 4, str(tmp_path), scaled_minutes(0.02))
+    until(lambda: any(tmp_path.glob("hang-*.json")), 5, "no report")
+    report = json.loads(next(tmp_path.glob("hang-*.json")).read_text())
+    verdict = report["verdict"]
+    assert (verdict["kind"], verdict["ranks"], verdict["is_certain"]) == ("holds up", [2], True)
+    assert [rank["phase"] for rank in report["ranks"]][2] == "FORWARD"
+    assert "in forward" in report["ranks"][2]["stack"]
+
+
+# ---- what stages of any model may hand to each other; layers that no gradient passes or that are checkpointed
+
+
+class Codes(nn.Module):
+    """Whole numbers out: no gradient comes back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() * 2).long().clamp(0, 9)
+
+
+class Spectrum(nn.Module):
+    """Complex numbers out, of which the next stage takes the conjugates' real and imaginary parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+class Parts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.conj().real + x.conj().imag
+
+
+def between_stages() -> list[list[Layer]]:
+    """Models whose stages hand each other what is not real, on three stages of layers of their own."""
+    embedding = Layer("b", lambda: nn.Sequential(nn.Embedding(10, 6), nn.Flatten(), nn.Linear(36, 6)))
+    return [[Layer("a", Codes), embedding, linear("c")], [linear("a"), Layer("b", Spectrum), Layer("c", Parts)]]
+
+
+def train_between(rank: int, world_size: int, schedules: list[str]) -> list[list[float]]:
+    found = []
+    for layers in between_stages():
+        for schedule in schedules:
+            engine = engine_of(layers, world_size, parallel=UNIFORM | {"schedule": schedule})
+            found.append([engine.train_batch(engine.split(*batch(step))).item() for step in range(3)])
+            found[-1] += [float(engine.grad_norm), engine.evaluate(engine.split(*batch(3)))]
+    return found
+
+
+def test_stages_may_hand_on_what_is_not_real() -> None:
+    """Integers, behind which no gradient travels, and complex numbers, whose gradients are complex."""
+    expected = train_between(0, 1, ["1f1b", "1f1b"])
+    for found, one in zip(run_distributed(train_between, 3, ["1f1b", "zero-bubble"])[0], expected, strict=True):
+        assert found == pytest.approx(one, rel=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """Two linear layers that keep only their input."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return result
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def train_one_step(rank: int, world_size: int, layers: list[Layer], schedule: str = "1f1b") -> tuple[Any, ...]:
+    engine = engine_of(layers, world_size, parallel=UNIFORM | {"schedule": schedule})
+    before = engine.state_dict()
+    loss = engine.train_batch(engine.split(*batch(0))).item()
+    return loss, before, engine.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # when the layers are tried
+def test_checkpointed_layers_are_split_or_refused() -> None:
+    layers = [linear("a"), Layer("b", Checkpointed, False), linear("c")]
+    split, whole = (train_one_step(0, 1, layers, schedule) for schedule in ("zero-bubble", "1f1b"))
+    assert split[0] == whole[0]
+    for name, weight in whole[2].items():
+        torch.testing.assert_close(split[2][name], weight, rtol=1e-5, atol=1e-6)
+    layers = [linear("a"), Layer("b", Checkpointed, True), linear("c")]
+    assert train_one_step(0, 1, layers)[0] == whole[0]
+    with pytest.raises(UserError, match="use_reentrant=True, whose backward cannot be split"):
+        train_one_step(0, 1, layers, "zero-bubble")
+
+
+def test_what_a_later_stage_detaches_has_a_gradient_of_zero() -> None:
+    """As the manual says: weight decay alone moves it, and on one stage nothing does."""
+    layers = [linear("a"), Layer("b", Detach), linear("c")]
+    alone, cut = train_one_step(0, 1, layers), run_distributed(train_one_step, 3, layers)[0]
+    assert cut[0] == pytest.approx(alone[0], rel=1e-6)
+    assert torch.equal(alone[2]["a.weight"], alone[1]["a.weight"])
+    decayed = alone[1]["a.weight"] * (1 - 1e-2 * OptimizerConfig().weight_decay)
+    torch.testing.assert_close(cut[2]["a.weight"], decayed, rtol=1e-6, atol=0)
+    assert torch.equal(cut[2]["a.bias"], alone[2]["a.bias"])
+    for name in ("c.weight", "c.bias"):
+        torch.testing.assert_close(cut[2][name], alone[2][name], rtol=1e-6, atol=1e-8)
+
+
+# ---- replicas that use different parameters in the same microbatch: experts, and layers that are left out
+
+
+STEPS, SAMPLES = 4, 16
+
+
+class Choose(nn.Module):
+    """Another expert for each sign of the last column, which passes through, behind a layer for one sign only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.positive = nn.Linear(width, width)
+        self.negative = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, sign = x[:, :-1], x[:, -1:]
+        positive = bool(sign[0] > 0)
+        h = h + self.before(h) if positive else h
+        return torch.cat([self.positive(h) if positive else self.negative(h), sign], 1)
+
+
+class Skip(nn.Module):
+    """A residual layer that microbatches of one sign leave out."""
+
+    def __init__(self, width: int, sign: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :-1] + self.inner(x[:, :-1]), x[:, -1:]], 1) if x[0, -1] * self.sign > 0 else x
+
+
+class First(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(x), x[:, :1]], 1)
+
+
+class Last(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, :-1])
+
+
+def train_chosen(width: int, dp: int = 1, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
+    layers = [
+        Layer("first", First, width),
+        Layer("choose", Choose, width),
+        Layer("skip", Skip, width, 1),
+        Layer("other", Skip, width, -1),
+        Layer("last", Last, width),
+    ]
+    # Plain SGD: an error of a gradient is an error of a weight, in proportion.
+    optimizer = OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0)
+    plain = SGDConfig(sgd_momentum=0.0)
+    engine = engine_of(layers, dp=dp, parallel=parallel, optimizer=optimizer, optimizer_settings=plain)
+    losses = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(SAMPLES, 6, generator=draw) for _ in range(2))
+        # Microbatches take turns at the replicas: of each two one is positive, and in odd steps all are.
+        signs = torch.tensor([1.0, 1.0 if step % 2 else -1.0]).repeat(2).repeat_interleave(SAMPLES // 4)
+        x[:, 0] = x[:, 0].abs() * signs
+        losses.append(engine.train_batch(engine.split(x, y)).item())
+    return losses, engine.state_dict()
+
+
+def train_all(rank: int, world_size: int, width: int, cases: list[dict[str, Any]]) -> list[Any]:
+    return [train_chosen(width, dp=world_size, **case) for case in cases]
+
+
+@pytest.mark.parametrize(("width", "bucket_size_mb"), [(8, 1e-6), pytest.param(64, 25.0, marks=pytest.mark.slow)])
+def test_replicas_may_use_different_parameters(width: int, bucket_size_mb: float) -> None:
+    """Buckets of one parameter, of which several are of one size; and of a quarter of the model."""
+    expected, weights = train_chosen(width)
+    cases = [{"zero_stage": stage, "bucket_size_mb": bucket_size_mb} for stage in range(4)]
+    for found in run_distributed(train_all, 2, width, cases, stay=True):
+        for case, (losses, state) in zip(cases, found, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), case
+            wrong = {name for name, weight in weights.items() if (state[name] - weight).abs().max() > 1e-6}
+            assert not wrong, case
+
+
+# ---- DeepSpeed's engine ----------------------------------------------------------------------------------------------
+
+MICRO, ACCUMULATION, UPDATES = 3, 2, 4
+
+
+class Net(nn.Module):
+    """With a keyword argument, a tied weight, a frozen weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 8)
+        self.outer = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.outer.weight
+        self.head = nn.Linear(8, 4)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, *, gain: float = 1.0) -> dict[str, Tensor]:
+        h = torch.tanh(self.inner(x)) * self.frozen
+        return {"logits": self.head(self.again(torch.tanh(self.outer(h)))) * gain}
+
+
+def net(seed: int = 0) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def data(step: int, number: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(MICRO, 5, generator=draw), torch.randint(4, (MICRO,), generator=draw)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        **changes,
+    }
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    learning = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in learning if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in learning if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95))
+
+
+def plain(replicas: int, rates: list[float] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the same training in plain torch, on one process with all replicas' samples."""
+    model = net()
+    optimizer = adamw(model)
+    losses = []
+    for step in range(UPDATES):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 if rates is None else rates[step]
+        total = 0.0
+        for number in range(ACCUMULATION * replicas):
+            x, y = data(step, number)
+            loss = F.cross_entropy(model(x, gain=2.0)["logits"], y) / (ACCUMULATION * replicas)
+            loss.backward()
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def engine_losses(engine: Any, steps: range) -> list[float]:
+    """The loop of a program for DeepSpeed; the losses of the steps over all replicas."""
+    losses = []
+    replicas, rank = engine.mesh.batch.size, engine.mesh.batch.rank
+    for step in steps:
+        for number in range(engine.gradient_accumulation_steps()):
+            x, y = data(step, number * replicas + rank)
+            loss = F.cross_entropy(engine(x, gain=2.0)["logits"].float(), y)
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(engine._last.loss))
+    return losses
+
+
+def on_rank(rank: int, ranks: int, zero: int, where: str) -> tuple[list[float], dict[str, Tensor]]:
+    changes = {"zero_optimization": {"stage": zero, "reduce_bucket_size": 30}}
+    engine, *_ = megacore.initialize(model=net(seed=rank), config=document(**changes), **UNWATCHED)
+    losses = engine_losses(engine, range(2))
+    engine.save_checkpoint(where, client_state={"note": 7})
+    again, *_ = megacore.initialize(model=net(seed=9), config=document(**changes), mesh=engine.mesh, **UNWATCHED)
+    path, state = again.load_checkpoint(where)
+    assert path is not None
+    assert (again.global_steps, again.micro_steps, state) == (2, 2 * ACCUMULATION, {"note": 7})
+    return losses + engine_losses(again, range(2, UPDATES)), again.module_state_dict()
+
+
+def assert_equal(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert got[0] == pytest.approx(want[0], rel=1e-6)
+    for name, tensor in want[1].items():
+        if name != "again.weight":  # the same tensor as outer.weight
+            torch.testing.assert_close(got[1][name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_the_last_checkpoint_is_loaded_whatever_its_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, *_ = megacore.initialize(model=net(), config=document(), **UNWATCHED)
+    engine_losses(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    engine_losses(engine, range(1, 3))
+    engine.save_checkpoint(tmp_path, tag="epoch2")
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert (Path(str(path)).parent, engine.global_steps) == (tmp_path / "epoch2", 3)
+    assert (engine.local_rank, engine.zero_optimization_stage()) == (0, 0)
+    assert engine.load_checkpoint(tmp_path, tag="epoch3") == (None, {})
+    assert f"note: {tmp_path / 'epoch3'} does not exist: nothing is loaded" in capsys.readouterr().err
+    engine.save_checkpoint(tmp_path)
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert Path(str(path)).parent == tmp_path
+
+
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+def test_replicas_and_zero_stages_equal_plain_torch_also_after_a_resume(zero: int, tmp_path: Path) -> None:
+    results = run_distributed(on_rank, 2, zero, str(tmp_path))
+    for result in results:
+        assert_equal(result, plain(2))
+
+
+@pytest.mark.parametrize(("form", "bound"), [("bf16", 0.05), ("fp16", 0.01)])
+def test_sixteen_bits_stay_near_fp32(form: str, bound: float) -> None:
+    settings = {"enabled": True, **({"initial_scale_power": 8} if form == "fp16" else {})}
+    engine, *_ = megacore.initialize(model=net(), config=document(**{form: settings}), **UNWATCHED)
+    assert next(engine.module.parameters()).dtype == (torch.bfloat16 if form == "bf16" else torch.float16)
+    losses, _ = plain(1)
+    assert engine_losses(engine, range(UPDATES)) == pytest.approx(losses, rel=bound)
+    assert engine.module_state_dict()["head.weight"].dtype == torch.float32  # master weights
+
+
+def test_the_learning_rate_is_that_of_the_configuration_or_of_a_scheduler_of_torchs() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 4e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = document(scheduler=scheduler)
+    engine, optimizer, _, schedule = megacore.initialize(model=net(), config=config, **UNWATCHED)
+    rates = []
+    for step in range(UPDATES):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert schedule.get_last_lr() == [rates[-1]] == engine.get_lr()
+        engine_losses(engine, range(step, step + 1))
+        assert engine.pipeline.lr == rates[-1]
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+    assert_equal(([], engine.module_state_dict()), ([], plain(1, rates)[1]))
+
+    def halved(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    engine, _, _, _ = megacore.initialize(model=net(), config=document(), lr_scheduler=halved, **UNWATCHED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = engine_losses(engine, range(UPDATES))
+    expected = plain(1, [1e-2 * 0.5**step for step in range(UPDATES)])
+    assert_equal((losses, engine.module_state_dict()), expected)
+
+
+class Loss(nn.Module):
+    """A model whose output is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x, gain=2.0)["logits"], y)
+
+
+class Numbered(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 4 * MICRO
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((5,), float(index)), torch.tensor(index % 4)
+
+
+def test_train_batch_takes_a_model_that_returns_its_loss() -> None:
+    engine, *_ = megacore.initialize(model=Loss(), config=document(), **UNWATCHED)
+    losses = []
+    for step in range(UPDATES):
+        losses.append(float(engine.train_batch(iter([data(step, 0), data(step, 1)]))))
+    want_losses, want = plain(1)
+    assert losses == pytest.approx(want_losses, rel=1e-6)
+    torch.testing.assert_close(engine.module_state_dict()["net.head.weight"], want["head.weight"], rtol=1e-6, atol=1e-6)
+    evaluated = float(engine.eval_batch(iter([data(0, 0), data(0, 1)])))
+    with torch.no_grad():
+        expected = sum(float(engine.module(*data(0, number))) for number in range(2)) / 2
+    assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
+def test_training_data_become_a_loader_of_microbatches() -> None:
+    engine, _, loader, _ = megacore.initialize(model=Loss(), config=document(), training_data=Numbered(), **UNWATCHED)
+    assert loader is not None
+    seen = sorted(int(x) for inputs, _ in loader for x in inputs[:, 0])
+    assert seen == list(range(4 * MICRO))
+    for _ in range(3):  # more than an epoch
+        engine.train_batch()
+    assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "said"),
+    [
+        (
+            {"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stages": 1}},
+            {},
+            "is not a key of.*\n.*ZeroOneAdam",
+        ),
+        ({"optimizer": {"type": "Muon"}}, {}, "optimizer muon of an engine needs the names of the matrices"),
+        ({"scheduler": {"type": "LRRangeTest"}}, {}, "needs the length of the run, which an engine does not know"),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "--async-save is of the training programs"),
+        ({}, {"mpu": object()}, "mpu is given"),
+        ({}, {"model_parameters": []}, "model_parameters leaves out inner.weight"),
+    ],
+)
+def test_what_is_not_possible_is_refused(changes: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        megacore.initialize(model=net(), config=document(**changes), **arguments, **UNWATCHED)
+
+
+def test_two_optimizers_several_decays_and_unknown_optimizers_are_refused() -> None:
+    model, config = net(), document()
+    with pytest.raises(ConfigError, match="the configuration has one too"):
+        megacore.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config, **UNWATCHED)
+    del config["optimizer"]
+    only_vectors, decaying = groups(model), [group | {"weight_decay": 0.1} for group in groups(model)]
+    only_vectors[0]["weight_decay"], only_vectors[1]["weight_decay"] = 0.0, 0.1
+    with pytest.raises(ConfigError, match="give the matrices one value, and the vectors one value or 0"):
+        megacore.initialize(model=model, optimizer=torch.optim.AdamW(only_vectors), config=config, **UNWATCHED)
+    with pytest.raises(ConfigError, match="give vectors a group with weight_decay 0"):
+        megacore.initialize(model=model, model_parameters=decaying, config=document(), **UNWATCHED)
+    with pytest.raises(ConfigError, match="RMSprop is not in megacore"):
+        megacore.initialize(model=model, optimizer=torch.optim.RMSprop(model.parameters()), config=config, **UNWATCHED)
+
+
+def test_a_step_that_overflows_or_is_not_finite_changes_nothing() -> None:
+    settings = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    scheduler = torch.optim.lr_scheduler.StepLR
+    engine, _, _, schedule = megacore.initialize(
+        model=net(), config=document(fp16=settings), lr_scheduler=lambda made: scheduler(made, 1, 0.5), **UNWATCHED
+    )
+    before = engine.module_state_dict()
+    with pytest.warns(UserWarning, match="step 1 is skipped"):
+        engine_losses(engine, range(1))
+    assert schedule.get_last_lr() == [1e-2]
+    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    engine, *_ = megacore.initialize(model=net(), config=document(), **UNWATCHED)
+    for number in range(ACCUMULATION):
+        x, y = data(0, number)
+        engine.backward(F.cross_entropy(engine(x / (1 - number))["logits"], y))
+    with pytest.warns(UserWarning, match="step 1 is skipped"):
+        engine.step()
+    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    engine_losses(engine, range(1, 2))
+    assert engine.global_steps == 2
+
+
+def test_the_script_of_the_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "guides" / "any-model.md").read_text(encoding="utf-8")
+    part = manual.partition("## The API of DeepSpeed")[2]
+    (script,) = re.findall(r"```python\n(.*?)```", part.partition("\n## ")[0], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    assert [path.name for path in Path("output/any").glob("step_*.json")] == ["step_00000010.client.json"]
+
+
+def test_a_loop_in_the_wrong_order_is_refused() -> None:
+    engine, optimizer, *_ = megacore.initialize(model=net(), config=document(), **UNWATCHED)
+    with pytest.raises(UserError, match=r"call engine\.step"):
+        optimizer.step()
+    for number in range(ACCUMULATION):
+        engine.backward(F.cross_entropy(engine(data(0, number)[0])["logits"], data(0, number)[1]))
+    with pytest.raises(UserError, match="is called for microbatch 3 of a step of 2"):
+        engine.backward(torch.zeros((), requires_grad=True))

@@ -162,7 +162,7 @@ def test_the_collectives_of_tensor_and_data_parallelism_are_there(tmp_path: Path
 
 
 def test_ranks_that_divide_sequences_are_traced_and_share_the_flops(tmp_path: Path) -> None:
-    """FLOPs by hand as in test_announcement.py, of 8 sequences; the time of a step is that of both ranks."""
+    """FLOPs by hand as in tests/parity/test_evaluation.py, of 8 sequences; the time of a step is that of both ranks."""
     changes: dict[str, Any] = {"cp": 2, "cp_comm": "ulysses", "peak_tflops": 2e-3}
     train((1, 1, 1), tmp_path, train_iters=3, trace_steps=1, num_layers=2, **changes)
     events = events_of(tmp_path)

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
+import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +19,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacore.checkpoint.load import load_parameters
-from megacore.convert.check import check_tokens, compare
+from megacore.convert import dcp_files
+from megacore.convert.as_hf import export_dcp, read_dcp, write_hf
+from megacore.convert.check import Agreement, check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.dcp_files import INDEX, open_dcp
+from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.convert.from_hf import open_model
+from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
@@ -34,7 +46,8 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
-from tests.e2e.launching import words
+from tests.e2e.launching import alone, words
+from tests.parity.bert_twins import classic_twin, modern_twin
 from tests.parity.conversions import (
     change_manifest,
     forget_the_config,
@@ -49,6 +62,7 @@ from tests.parity.hf_models import (
     CONFIGS,
     USUAL,
     VOCAB,
+    disturbed,
     make_model,
     require_same_gradients,
     save_model,
@@ -56,6 +70,8 @@ from tests.parity.hf_models import (
     twin_of,
 )
 from tests.parity.runs import Layout, trainer_of
+from tests.peers import interpreter_with
+from tests.unit.hostile import Payload
 from tools.convert_checkpoint import main as convert
 
 CPU = torch.device("cpu")
@@ -450,3 +466,385 @@ def test_what_cannot_be_is_refused(
     assert upcycle(tmp_path / "dense", tmp_path / "mixture", experts, **flags) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "mixture").exists()
+
+
+# ---- BERT ------------------------------------------------------------------------------------------------------------
+
+MARKS = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
+
+
+def save(folder: Path, *, sentences: bool) -> Path:
+    """The twin as transformers saves it."""
+    twin = classic_twin()
+    if not sentences:
+        masked = transformers.BertForMaskedLM(twin.config)
+        missing, _ = masked.load_state_dict(twin.state_dict(), strict=False)
+        assert not missing
+        twin = masked
+    twin.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+def there_and_back(folder: Path) -> tuple[CheckpointTensors, Agreement]:
+    """Convert the directory and convert the checkpoint back: the same files, and the same logits of as many tokens."""
+    there, here, back = folder / "hf", folder / "megacore", folder / "back"
+    to_megacore(there, here)
+    to_hf(here, back)
+    require_same(weights(back), weights(there))
+    assert (back / "config.json").read_bytes() == (there / "config.json").read_bytes()
+    found = CheckpointTensors(here)
+    agreement = compare(there, here, check_tokens(found.config, folder / "none", None))
+    assert agreement.difference <= 1e-5
+    return found, agreement
+
+
+@pytest.mark.parametrize("sentences", [True, False])
+def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
+    save(tmp_path, sentences=sentences)
+    found, agreement = there_and_back(tmp_path)
+    assert found.bert is not None
+    assert found.bert.sentence_task == ("nsp" if sentences else "none")
+    assert agreement.same_choice == 1.0
+    kind = transformers.AutoModelForPreTraining if sentences else transformers.AutoModelForMaskedLM
+    loaded = kind.from_pretrained(tmp_path / "back")
+    assert type(loaded).__name__ == ("BertForPreTraining" if sentences else "BertForMaskedLM")
+
+
+def test_modernbert_there_and_back(tmp_path: Path) -> None:
+    """Its gated MLP has one matrix for both of megacore's."""
+    modern_twin().save_pretrained(tmp_path / "hf")
+    there_and_back(tmp_path)
+    hf = open_model(tmp_path / "hf")
+    values = hf.family.from_model(hf.config, hf.bert)
+    assert values is not None
+    made = transformers.AutoConfig.for_model(**values)
+    assert made.layer_types == modern_twin().config.layer_types
+    assert made.rope_parameters == modern_twin().config.rope_parameters
+
+
+@pytest.mark.parametrize(
+    "family, types",
+    [
+        ("Roberta", 2),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("Roberta", "XLMRoberta", "Camembert")),
+    ],
+)
+def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None:
+    """Its positions begin after the number of the padding token, which no check has among its tokens."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=42, type_vocab_size=types, pad_token_id=3, initializer_range=0.2, layer_norm_eps=1e-5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    disturbed(getattr(transformers, f"{family}ForMaskedLM")(config).eval()).save_pretrained(tmp_path / "hf")
+    found, agreement = there_and_back(tmp_path)
+    assert (found.config.position_offset, found.config.max_position_embeddings) == (4, 38)
+    assert found.shapes["embedding.positions"] == (42, 32)
+    assert found.shapes["embedding.segments"] == (types, 32)
+    assert agreement.tokens == 38
+    forget_the_config(tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "anew")
+    require_same(weights(tmp_path / "anew"), weights(tmp_path / "hf"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "anew").pad_token_id == 3
+
+
+def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
+    """The first BERT's files call a norm's parameters gamma and beta, and store tied tensors and positions too."""
+    directory = save(tmp_path, sentences=True)
+    stored = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in weights(directory).items()
+    }
+    stored["cls.predictions.decoder.weight"] = stored["bert.embeddings.word_embeddings.weight"].clone()
+    stored["cls.predictions.decoder.bias"] = stored["cls.predictions.bias"].clone()
+    constant = {"bert.embeddings.position_ids": torch.arange(24).unsqueeze(0)}
+    save_file(stored | constant, directory / "model.safetensors", metadata={"format": "pt"})
+    to_megacore(directory, tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    require_same(weights(tmp_path / "back"), stored)
+
+
+def untied(folder: Path, *, sentences: bool) -> Path:
+    """A twin whose output layer is not its embedding, with biases of its own: only the decoder's is added."""
+    config = classic_twin().config
+    config.tie_word_embeddings = False
+    twin = disturbed((transformers.BertForPreTraining if sentences else transformers.BertForMaskedLM)(config).eval())
+    assert not torch.equal(twin.cls.predictions.bias, twin.cls.predictions.decoder.bias)
+    twin.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize(
+    ("sentences", "anew"),
+    [(True, True), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((True, False), (False, True)))],
+)
+def test_an_untied_bert_has_the_bias_that_transformers_adds(sentences: bool, anew: bool, tmp_path: Path) -> None:
+    directory = untied(tmp_path, sentences=sentences)
+    to_megacore(directory, tmp_path / "megacore")
+    stored = weights(directory)
+    found = CheckpointTensors(tmp_path / "megacore")
+    assert torch.equal(found.read("head.bias"), stored["cls.predictions.decoder.bias"])
+    if anew:
+        forget_the_config(tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    kind = transformers.BertForPreTraining if sentences else transformers.BertForMaskedLM
+    one, other = loads_as(directory, kind), loads_as(tmp_path / "back", kind)
+    batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
+    for logits, expected in zip(other(batch)[:2], one(batch)[:2], strict=True):
+        assert torch.equal(logits, expected)
+    stored["cls.predictions.bias"] = stored["cls.predictions.decoder.bias"]  # the other changes nothing
+    require_same(weights(tmp_path / "back"), stored)
+
+
+@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokenizer", "none"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(classic_twin, "BertForPreTraining"), (modern_twin, "ModernBertForMaskedLM")],
+    ids=["classic", "modern"],
+)
+def test_every_bert_loads_as_the_model_that_it_was(make: Any, kind: str, marked: bool, tmp_path: Path) -> None:
+    twin = make()
+    twin.save_pretrained(tmp_path / "hf")
+    if marked:
+        tokenizer(MARKS).save(tmp_path / "hf")
+    to_megacore(tmp_path / "hf", tmp_path / "megacore")
+    forget_the_config(tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "anew")
+    loaded = loads_as(tmp_path / "anew", getattr(transformers, kind))
+    batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(batch)[0], twin(batch)[0])
+    beside = transformers.AutoTokenizer.from_pretrained(tmp_path / "anew") if marked else None
+    for use in MARKS:
+        wanted = getattr(beside, f"{use}_token_id", None)
+        assert (wanted is not None) == marked
+        assert getattr(loaded.config, f"{use}_token_id") == wanted
+
+
+def test_a_gpt_cannot_start_from_a_bert(tmp_path: Path) -> None:
+    directory = save(tmp_path, sentences=False)
+    done = alone(
+        *words(init_from_hf=directory, mock_data=True, seq_length=16, train_iters=2, output_dir=tmp_path / "run")
+    )
+    assert done.returncode == 2
+    assert "hf is a bert: convert it with tools/convert_checkpoint.py" in done.stderr
+
+
+# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
+
+HEADS, GROUPS, HIDDEN, HEAD = 4, 2, 32, 8
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of transformers with a Llama of random weights."""
+    path = tmp_path_factory.mktemp("llama")
+    shape = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "num_hidden_layers": 2}
+    rest = {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**shape, **rest)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def paired(value: Tensor, heads: int) -> Tensor:
+    """Rows of a projection as torchtitan has them, written out one row at a time."""
+    result, half = torch.empty_like(value), HEAD // 2
+    for head in range(heads):
+        for i in range(half):
+            result[head * HEAD + 2 * i] = value[head * HEAD + i]
+            result[head * HEAD + 2 * i + 1] = value[head * HEAD + half + i]
+    return result
+
+
+TITAN = """
+self_attn.q_proj: attention.wq  self_attn.k_proj: attention.wk  self_attn.v_proj: attention.wv
+self_attn.o_proj: attention.wo  input_layernorm: attention_norm  post_attention_layernorm: ffn_norm
+mlp.gate_proj: feed_forward.w1  mlp.down_proj: feed_forward.w2  mlp.up_proj: feed_forward.w3
+embed_tokens: tok_embeddings  lm_head: output
+"""
+
+
+def titan(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A Llama's weights by the names and in the order of torchtitan."""
+    named = {}
+    for name, value in weights.items():
+        turned = paired(value, HEADS) if "q_proj" in name else paired(value, GROUPS) if "k_proj" in name else value
+        theirs = name.removeprefix("model.")
+        for hf, short in re.findall(r"(\S+): (\S+)", TITAN):
+            theirs = theirs.replace(hf, short)
+        named[theirs] = turned
+    return named
+
+
+def save_sharded(rank: int, ranks: int, weights: dict[str, Tensor], target: str) -> None:
+    """As FSDP2 does: every tensor along its first dimension; a few are split otherwise, or not at all."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    state: dict[str, Any] = {}
+    for number, (name, value) in enumerate(weights.items()):
+        place = Replicate() if number % 5 == 4 else Shard(1 if number % 5 == 3 and value.dim() > 1 else 0)
+        state[name] = distribute_tensor(value, mesh, [place])
+    more = {"optimizer": {"state.a.exp_avg": state[name]}, "train_state": {"step": torch.tensor(3)}, "note": "text"}
+    dcp.save({**state, **more}, checkpoint_id=target)
+
+
+def load_sharded(rank: int, ranks: int, shapes: dict[str, Any], source: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    state: dict[str, Any] = {
+        name: distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(0)])
+        for name, (shape, dtype) in shapes.items()
+    }
+    dcp.load(state, checkpoint_id=source)
+    return {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
+
+
+def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = {"q_proj": HIDDEN, "k_proj": GROUPS * HEAD, "v_proj": GROUPS * HEAD, "o_proj": HIDDEN}
+    weights = {f"model.layers.0.self_attn.{name}.weight": torch.randn(size, HIDDEN) for name, size in rows.items()}
+    weights |= {"model.embed_tokens.weight": torch.randn(61, HIDDEN), "model.norm.weight": torch.randn(HIDDEN)}
+    weights |= {"lm_head.weight": torch.randn(61, HIDDEN).bfloat16()}
+    stored = titan(weights)
+    run_distributed(save_sharded, 2, stored, str(tmp_path / "dcp"))
+    read = read_dcp(tmp_path / "dcp")
+    assert read.keys() == stored.keys()
+    assert all(torch.equal(read[name][2](), value) for name, value in stored.items())
+    (tmp_path / "like").mkdir()
+    config: dict[str, Any] = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    (tmp_path / "like" / "config.json").write_text(json.dumps(config))
+    write_hf(tmp_path / "hf", read, tmp_path / "like", "here")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], value) for name, value in weights.items())
+    export_dcp(tmp_path / "hf", tmp_path / "back", "torchtitan")
+    back = open_dcp(tmp_path / "back")
+    assert all(torch.equal(back[name].read(), value) for name, value in stored.items())
+    for other, said in (
+        ({"model_type": "gemma"}, "model_type gemma"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(CheckpointError, match=f"another model than this one, of {said}: use --dcp-names hf"):
+            export_dcp(tmp_path / "hf", tmp_path / "other", "torchtitan")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", pytest.param("qwen2-moe", marks=pytest.mark.slow)])
+def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, tmp_path: Path) -> None:
+    """Parameters of transformers' model, as FSDP2 and DeepSpeed save them, against what `save_pretrained` writes."""
+    model = make_model(name)
+    saved = save_model(model, tmp_path / "saved")
+    held = {name: value.detach() for name, value in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in held)
+    source = {name: (value.dtype, tuple(value.shape), value.clone) for name, value in held.items()}
+    write_hf(tmp_path / "hf", source, saved, "here")
+    written, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", saved))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    export_dcp(saved, tmp_path / "back", "hf")
+    back = open_dcp(tmp_path / "back")
+    assert back.keys() == held.keys()
+    assert all(torch.equal(back[name].read(), value) for name, value in held.items())
+
+
+@pytest.mark.parametrize("names", [pytest.param("torchtitan", marks=pytest.mark.slow), "hf"])
+def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    stored = weights if names == "hf" else titan(weights)
+    run_distributed(save_sharded, 2, stored, str(tmp_path / "dcp"))
+    into = words(input=tmp_path / "dcp", output=tmp_path / "out", like=llama)
+    assert convert([*into, "--from", "dcp", "--to", "megacore"]) == 0
+    back = words(input=tmp_path / "out", output=tmp_path / "hf")
+    assert convert([*back, "--from", "megacore", "--to", "hf"]) == 0
+    assert all(
+        torch.equal(value, weights[name]) for name, value in load_file(tmp_path / "hf/model.safetensors").items()
+    )
+    there = words(input=tmp_path / "out", output=tmp_path / "again", dcp_names=names)
+    assert convert([*there, "--from", "megacore", "--to", "dcp"]) == 0
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in stored.items()}
+    for loaded in run_distributed(load_sharded, 2, shapes, str(tmp_path / "again")):
+        assert loaded.keys() == stored.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in stored.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "dcp", "hf", "out"]
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    dcp.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_an_index_that_runs_something_is_refused(small: Path, tmp_path: Path) -> None:
+    (small / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
+    with pytest.raises(CheckpointError, match=r"it mentions posix\.mkdir, which megacore does not load"):
+        open_dcp(small)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_an_index_that_leads_elsewhere_or_beyond_a_file_is_refused(small: Path) -> None:
+    index = (small / ".metadata").read_bytes()
+    stored = open_dcp(small)
+    assert torch.equal(stored["a"].read(), torch.arange(6.0).view(2, 3))
+    (small / ".metadata").write_bytes(index.replace(b"__0_0.distcp", b"../../secret"))
+    with pytest.raises(CheckpointError, match="names a file outside itself"):
+        open_dcp(small)
+    (small / ".metadata").write_bytes(index)
+    file = small / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=r"fewer than the index says|is damaged"):
+        open_dcp(small)["b"].read()
+    (small / ".metadata").write_bytes(index[:-50])
+    with pytest.raises(CheckpointError, match="was not loaded"):
+        open_dcp(small)
+    (small / ".metadata").write_bytes(index)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"^\S*__0_0.distcp is missing"):
+        open_dcp(small)
+
+
+def test_a_conversion_without_a_description_of_the_model_is_refused(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert([*words(input=small, output=tmp_path / "out"), "--from", "dcp", "--to", "megacore"]) == 2
+    assert "--from dcp needs --like DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(dcp_files.KNOWN))
+def test_an_index_cannot_change_what_its_names_stand_for(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.rpartition(".")
+    made = dcp_files.KNOWN[name]
+    defaults = getattr(made, "__defaults__", None)
+    # A name, and the state (None, {"__defaults__": (7,)}) for the object itself: attributes to be set.
+    given = f"c{module}\n{attribute}\n".encode() + b"N}X\x0c\x00\x00\x00__defaults__K\x07\x85s\x86b"
+    (tmp_path / INDEX).write_bytes(b"\x80\x02" + given + b".")
+    with pytest.raises(CheckpointError, match="was not loaded"):
+        open_dcp(tmp_path)
+    assert getattr(made, "__defaults__", None) == defaults
+
+
+# ---- DeepSpeed's own files -------------------------------------------------------------------------------------------
+
+PYTHON = interpreter_with("deepspeed")
+SCRIPT = Path(__file__).with_name("deepspeed_checkpoints.py")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="needs DeepSpeed: run `make peers`")
+@pytest.mark.parametrize(("stage", "form"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_the_weights_are_those_of_deepspeed(stage: int, form: str, tmp_path: Path) -> None:
+    run = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [*run, str(stage), form, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    full = torch.load(tmp_path / "full.pt", weights_only=True)
+    found = open_deepspeed(tmp_path).weights()
+    assert found.keys() == full.keys() | {"scale"}
+    assert all(torch.equal(found[name], value) for name, value in full.items())

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import enum
 import itertools
+import json
 import os
 import pickle
 import resource
@@ -31,18 +32,28 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
+from megacore.arrive.deepspeed import DEEPSPEED_FLAGS
+from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, REPLACED
+from megacore.arrive.translation import Run
+from megacore.checkpoint.manifest import find_checkpoint
+from megacore.config import Config, DataConfig, ExpertsConfig, ModelConfig, ResolvedModel, TrainingConfig
+from megacore.config.bert import BertConfig
+from megacore.config.flags import flags_by_name, read_flags
+from megacore.config.model import padded_rows
 from megacore.convert.check import our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.dcp_files import open_dcp
 from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import buffer_shapes, model_shapes, whole_config
+from megacore.data.gpt.build import build_datasets
 from megacore.errors import CheckpointError
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.patience import patience
 from tests.peers import interpreter_with
+from tests.unit import data_bytes, refusals
 from tests.unit.hostile import Payload
+from tests.unit.refusals import parse
 from tools.convert_checkpoint import main as convert
 
 # ---- checkpoints of known tensors, written from the descriptions of the formats, apart from what megacore reads ------
@@ -884,3 +895,138 @@ def test_megatron_core_computes_the_same(config: object, kind: str, tmp_path: Pa
     (ours,) = our_logits(CheckpointTensors(tmp_path / "ours"), tokens, None)
     theirs = torch.load(tmp_path / "logits.pt")[..., :VOCAB]
     torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=1e-4, atol=1e-4)
+
+
+# ---- every flag of Megatron-LM is known ------------------------------------------------------------------------------
+
+NAMES = tomllib.loads(Path(__file__).with_name("megatron_names.toml").read_text())
+THEIRS = {f"--{name}": words for words, names in NAMES.items() for name in names.split()}
+VALUES: dict[str, list[str]] = {"none": [], "one": ["1"], "any": ["1", "2"]}
+OURS = flags_by_name(BertConfig)
+ACCEPTED = {**FOREIGN, **DEEPSPEED_FLAGS}
+# Lists there, of which megacore has one: several balancing losses.
+ONE_HERE = {"--moe-router-load-balancing-type", "--moe-aux-loss-coeff"}
+
+
+def test_each_of_their_names_is_known_once() -> None:
+    tables = [set(table) for table in (OURS, ACCEPTED, REPLACED, NOT_YET)]
+    unknown = [name for name in THEIRS if not any(name in table for table in tables)]
+    assert not unknown
+    assert not [name for name in THEIRS if sum(name in table for table in tables) > 1]
+
+
+def test_no_table_has_a_name_that_is_not_theirs() -> None:
+    assert not (ACCEPTED.keys() | REPLACED.keys() | NOT_YET.keys()) - THEIRS.keys()
+    assert LISTS.keys() <= OURS.keys() & THEIRS.keys()
+
+
+def test_a_flag_takes_as_many_values_as_there() -> None:
+    for name, theirs in THEIRS.items():
+        if name in ACCEPTED:
+            foreign = ACCEPTED[name]
+            found = "none" if foreign.is_switch else "any" if foreign.is_list else "one"
+        elif name in OURS:
+            found = "none" if OURS[name].kind is bool else "any" if OURS[name].kind is tuple else "one"
+        else:
+            continue
+        assert found == theirs or name in ONE_HERE, name
+
+
+def test_each_refusal_names_its_flag_and_another_way() -> None:
+    for name in (*REPLACED, *NOT_YET):
+        (problem,) = read_flags([name, *VALUES[THEIRS[name]]]).problems
+        assert problem.startswith(f"{name} is a Megatron-LM flag")
+        assert "did you mean" not in problem
+
+
+# Flags that have no effect with some of their values only.
+READ = {"--dataloader-type", "--error-injection-rate", "--exit-signal", "--moe-router-dtype", "--muon-tp-mode"}
+READ |= {"--rerun-mode", "--rope-type", "--softmax-type", "--spec"}
+READ |= {name for name, flag in FOREIGN.items() if "any other value is refused" in flag.becomes}
+
+
+@pytest.mark.parametrize("words", VALUES)
+def test_flags_without_effect_set_nothing(words: str) -> None:
+    idle = [name for name, flag in FOREIGN.items() if flag.is_idle and THEIRS[name] == words and name not in READ]
+    given = read_flags([word for name in idle for word in (name, *VALUES[words])])
+    assert idle
+    assert not given.problems
+    assert not given.values
+    assert [setting for setting in given.foreign if not setting.is_idle] == []
+    for setting in given.foreign:
+        translation = setting.translate(Run(Config(training=TrainingConfig(train_iters=1))))
+        assert not (translation.values or translation.implied or translation.dropped)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+
+
+def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    for given in (tmp_path, tmp_path / "iter_0000010"):
+        with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {given} --output DIR"):
+            find_checkpoint(given)
+
+
+@pytest.mark.parametrize(("size", "tp"), [(128, 2), (127, 2), (1000, 1)])
+def test_a_null_tokenizer_has_one_token_more(size: int, tp: int) -> None:
+    """The token that ends a document is the last one, and padding comes after it, as Megatron-LM counts."""
+    given = ["--mock-data", "--train-iters", "10", "--vocab-size", str(size), "--tokenizer-type", "NullTokenizer"]
+    model = parse(*given).model
+    padded = size + 1
+    while padded % (128 * tp):
+        padded += 1
+    assert model.vocab_size == size + 1
+    assert tp * padded_rows(model.vocab_size, tp, model.make_vocab_size_divisible_by) == padded
+
+
+# ---- --sample-order megatron -----------------------------------------------------------------------------------------
+
+LENGTHS = (7, 3, 12, 1, 9, 5, 20, 2, 6, 8)
+Case = tuple[int, int, int]  # samples, sequence length, seed
+# The first token of each sample, and a sum over all labels. One epoch; two, of which the last is shuffled by itself;
+# two shuffled together; several of both kinds; and a blend.
+MADE = json.loads(Path(__file__).with_name("megatron_order.json").read_text())
+GOLDEN: dict[Case, tuple[list[int], int]] = {tuple(case): tuple(made) for case, made in MADE["cases"]}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[str, str]:
+    """Two datasets: documents of several lengths full of different tokens, and documents of ten."""
+    documents, first = [], 1
+    for length in LENGTHS:
+        documents.append([list(range(first, first + length))])
+        first += length
+    data_bytes.write(tmp_path / "a", documents)
+    data_bytes.write(tmp_path / "b", [[[1000 + 10 * i + j for j in range(10)]] for i in range(30)])
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def samples(case: Case, *data_path: str, **data: Any) -> Any:
+    """The training samples of a run of `case[0]` steps of one sample."""
+    count, seq_length, seed = case
+    config = Config(
+        model=ModelConfig(vocab_size=2000),
+        data=DataConfig(data_path=data_path, seq_length=seq_length, split="1", **{"sample_order": "megatron", **data}),
+        training=TrainingConfig(train_iters=count, global_batch_size=1, seed=seed, eval_interval=0),
+    ).resolve(1)
+    return build_datasets(config).train
+
+
+def summary(dataset: Any) -> tuple[list[int], int]:
+    numbers = range(len(dataset))
+    firsts = [int(dataset[k]["tokens"][0]) for k in numbers]
+    return firsts, sum(int(dataset[k]["labels"].sum()) * (k + 1) for k in numbers)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=str)
+def test_samples_come_in_megatrons_order(case: Case, paths: tuple[str, str]) -> None:
+    assert summary(samples(case, paths[0])) == GOLDEN[case]
+    assert summary(samples(case, paths[0], sample_order="megacore")) != GOLDEN[case]
+
+
+def test_a_blend_is_megatrons(paths: tuple[str, str]) -> None:
+    assert summary(samples((40, 7, 5), "0.3", paths[0], "0.7", paths[1])) == tuple(MADE["blend"])

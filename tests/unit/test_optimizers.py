@@ -227,5 +227,5 @@ def test_adafactor_takes_the_same_steps_from_gradients_in_16_bits() -> None:
 
 
 def test_every_optimizer_is_compared() -> None:
-    elsewhere = {config.OneBitAdamConfig, config.OneBitLambConfig}  # tests/parity/test_compressed_gradients.py
+    elsewhere = {config.OneBitAdamConfig, config.OneBitLambConfig}  # tests/parity/test_precision.py
     assert {type(settings) for settings, _ in CASES.values()} == set(OPTIMIZER_CLASSES) - elsewhere
