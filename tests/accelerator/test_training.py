@@ -28,7 +28,7 @@ from megacore.train.step import StepResult
 from tests.accelerator.device import Counters, counting, needs_pretend
 from tests.distributed import run_distributed
 from tests.matrix.runner import changes_of
-from tests.parallel.test_reshard import stored
+from tests.parallel.test_checkpoint import stored
 from tests.parallel.test_tensor import world_group
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer

@@ -42,7 +42,7 @@ from megacore.remote import Location
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parallel.test_reshard import stored
+from tests.parallel.test_checkpoint import stored
 from tests.parity.runs import BATCH, Heard, RaggedData, make_config, make_trainer
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
