@@ -8,9 +8,9 @@ from pathlib import Path
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table in Markdown, without a newline at its end. A bar in a cell is escaped, or it would end the cell."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    cells = ([str(cell).replace("|", r"\|") for cell in row] for row in rows)
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+    cells = [list(head), *([str(cell).replace("|", r"\|") for cell in row] for row in rows)]
+    lines = [f"|{' |'.join(row)}|" for row in cells]  # a bar is no word of its own
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def bring_up_to_date(file: Path, text: str, markers: tuple[str, str], *, writes: bool) -> bool:

@@ -72,21 +72,19 @@ def flags() -> str:
     for name, section in sections_of(BertConfig).items():
         only = "" if name in SECTIONS else ", only pretrain_bert.py"
         lines += [f"### [{name}]{only}", "", str(section.__doc__), ""]
-        lines += [*_section_table(name, section), ""] if field_infos(section) else []
+        lines += [_section_table(name, section), ""] if field_infos(section) else []
     return "\n".join(lines)
 
 
-def _section_table(name: str, section: type) -> Iterator[str]:
-    yield "|flag |value |default |meaning|"
-    yield "|---|---|---|---|"
+def _section_table(name: str, section: type) -> str:
+    rows = []
     for info in field_infos(section).values():
         names = f"`{info.flag}`" + "".join(f"<br>`{alias}`" for alias in info.aliases)
         bert = None if info.name in BertConfig.unsupported else help_text_of(info, BertConfig)
         gpt = help_text_of(info, Config) if name in SECTIONS else bert
         assert gpt is not None, "a section of pretrain_bert.py has only flags that it accepts"
-        cells = (names if bert else f"{names} †", _value(info), _default(gpt, bert), _meaning(gpt, bert))
-        escaped = [cell.replace("|", r"\|") for cell in cells]  # or it would end the cell
-        yield f"|{' |'.join(escaped)}|"  # a bar is no word of its own
+        rows.append((names if bert else f"{names} †", _value(info), _default(gpt, bert), _meaning(gpt, bert)))
+    return table(("flag", "value", "default", "meaning"), rows)
 
 
 def _default(gpt: HelpText, bert: HelpText | None) -> str:
