@@ -467,9 +467,9 @@ CONVERSATIONS: list[list[dict[str, str]]] = json.loads(
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat_tokenizer without a chat template."""
+    """A tokenizer without a chat template."""
     text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
-    folder = tmp_path_factory.mktemp("chat_tokenizer")
+    folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer([text], "bpe", 400).save(folder)
     return folder
 
@@ -480,7 +480,7 @@ def chat_tokenizer(directory: Path) -> Tokenizer:
 
 
 def with_template(directory: Path, folder: Path, template: str) -> Path:
-    """A copy of the chat_tokenizer's directory with a chat template."""
+    """A copy of the tokenizer's directory with a chat template."""
     folder.mkdir()
     for file in directory.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -495,7 +495,7 @@ def write_records(path: Path, records: list[Any]) -> Path:
 
 def run_sft(directory: Path, source: Path, prefix: Path, *flags: str) -> int:
     workers = () if "--workers" in flags else ("--workers", "1")
-    argv = ["--sft", "--chat_tokenizer", directory, "--input", source, "--output-prefix", prefix, *workers, *flags]
+    argv = ["--sft", "--tokenizer", directory, "--input", source, "--output-prefix", prefix, *workers, *flags]
     return preprocess_data.main([str(part) for part in argv])
 
 
@@ -598,8 +598,8 @@ def test_a_template_may_trim_replies(directory: Path, tmp_path: Path) -> None:
 
 def test_a_template_that_is_not_there_is_refused(directory: Path, chat_tokenizer: Tokenizer) -> None:
     assert isinstance(load_template(directory, "auto", chat_tokenizer), PlainTemplate)
-    with pytest.raises(DataError, match=r"--chat-template chat_tokenizer: .* has none .* use --chat-template plain"):
-        load_template(directory, "chat_tokenizer", chat_tokenizer)
+    with pytest.raises(DataError, match=r"--chat-template tokenizer: .* has none .* use --chat-template plain"):
+        load_template(directory, "tokenizer", chat_tokenizer)
 
 
 def test_the_outputs_are_an_ordinary_dataset_and_its_mask(directory: Path, tmp_path: Path) -> None:
@@ -646,7 +646,7 @@ def test_every_bad_line_is_named_and_nothing_is_written(
     source = write_records(tmp_path / "a.jsonl", [part for each, _ in bad for part in (good, each)])
     assert run_sft(directory, source, tmp_path / "out") == 2
     told = capsys.readouterr().err.splitlines()
-    assert "8 bad write_records; nothing is written" in told[0]
+    assert "8 bad lines; nothing is written" in told[0]
     for number, (line, (_, words)) in enumerate(zip(told[1:], bad, strict=True), 1):
         assert line.strip().startswith(f"{source}:{2 * number}: ") and words in line
     assert not list(tmp_path.glob("out*"))
