@@ -203,11 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--minutes", type=float, default=9.0, metavar="N", help="for the whole command (9)")
     add(
-        "--only",
-        nargs="+",
-        metavar="WORD",
+        "--only", nargs="+", metavar="WORD",
         help="parts whose name contains one of these: tests, kernels, compiled, ...",
-    )
+    )  # fmt: skip
     add("--wheels", type=Path, metavar="DIR", help="packages that this interpreter lacks (see make gpu-wheels)")
     return parser
 

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
@@ -60,27 +56,3 @@ def megacore_step(trainer: Trainer) -> Step:
 def dataset(config: ResolvedConfig) -> MockDataset:
     """Generated training data."""
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
-
-
-class Bytes(SampleDataset):
-    """Windows of a text, at random places.
-
-    Args:
-        text: its bytes.
-        length: of a window.
-        seed: of the places.
-    """
-
-    def __init__(self, text: NDArray[np.uint8], length: int, *, seed: int) -> None:
-        self._text, self._length, self._seed = text, length, seed
-
-    def __len__(self) -> int:
-        return 1 << 30
-
-    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        start = self._start(index)
-        window = self._text[start : start + self._length + 1].astype(np.int64)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self._length, np.float32)}
-
-    def _start(self, index: int) -> int:
-        return int(np.random.default_rng([self._seed, index]).integers(len(self._text) - self._length))
