@@ -53,12 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
+        "-o", "--output", type=Path, metavar="FILE",
         help=".svg, or .png with matplotlib. Default: a table in the terminal.",
-    )
+    )  # fmt: skip
     words = with_config(sys.argv[1:] if argv is None else argv)
     known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
     own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])

@@ -56,11 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", choices=SCHEDULES, help="draw a built-in schedule")
     source.add_argument(
-        "--csv",
-        type=Path,
-        metavar="FILE",
+        "--csv", type=Path, metavar="FILE",
         help="your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)",
-    )
+    )  # fmt: skip
     source.add_argument("run", nargs="?", type=Path, metavar="RUN", help="output directory of a run with --trace")
     source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
     parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
@@ -69,11 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--virtual-stages", type=positive, metavar="V", help="stages per rank; --schedule interleaved needs it"
     )
     parser.add_argument(
-        "--costs",
-        type=_costs,
-        metavar="F,B,W",
+        "--costs", type=_costs, metavar="F,B,W",
         help="times of forward, input gradient and weight gradient; a backward takes B + W. Default: 1,1,1.",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--transfer", type=_transfer, metavar="T", help="time of a transfer from one rank to another. Default: 0."
     )
@@ -81,12 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--step", type=positive, metavar="N", help="which step of the trace to draw. Default: the last one."
     )
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
+        "-o", "--output", type=Path, metavar="FILE",
         help=".svg, or .png with matplotlib. Default: draw in the terminal.",
-    )
+    )  # fmt: skip
     return run_tool(parser, argv, _draw)
 
 

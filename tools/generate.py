@@ -80,40 +80,25 @@ def _parser() -> ToolParser:
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
     add(
-        "--max-new-tokens",
-        type=positive,
-        default=64,
-        metavar="N",
+        "--max-new-tokens", type=positive, default=64, metavar="N",
         help="largest number of tokens to generate. Default: 64.",
-    )
+    )  # fmt: skip
     add(
-        "--temperature",
-        type=_within(Range(0, 1000)),
-        default=0.8,
-        metavar="T",
+        "--temperature", type=_within(Range(0, 1000)), default=0.8, metavar="T",
         help="sampling temperature; 0 always takes the most likely token. Default: 0.8.",
-    )
+    )  # fmt: skip
     add(
-        "--top-k",
-        type=whole(0),
-        default=0,
-        metavar="K",
+        "--top-k", type=whole(0), default=0, metavar="K",
         help="sample from the K most likely tokens; 0: from all. Default: 0.",
-    )
+    )  # fmt: skip
     add(
-        "--top-p",
-        type=_within(Range(above=0, high=1)),
-        default=1.0,
-        metavar="P",
+        "--top-p", type=_within(Range(above=0, high=1)), default=1.0, metavar="P",
         help="sample from the most likely tokens whose probabilities sum to P. Default: 1.",
-    )
+    )  # fmt: skip
     add(
-        "--repetition-penalty",
-        type=_within(Range(0.01, 100)),
-        default=1.0,
-        metavar="R",
+        "--repetition-penalty", type=_within(Range(0.01, 100)), default=1.0, metavar="R",
         help="divide positive logits of tokens that the text has by R, multiply negative ones; 1: off. Default: 1.",
-    )
+    )  # fmt: skip
     add("--seed", type=whole(0, MAX_SEED), default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
     add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
     add_program(parser)

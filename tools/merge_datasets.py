@@ -26,18 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
     parser = ToolParser(prog="merge_datasets.py", description="Concatenate .bin/.idx datasets, in the order given.")
     parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PREFIX",
+        "--input", nargs="+", required=True, metavar="PREFIX",
         help="prefixes of the datasets to read: paths without .bin and .idx",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
+        "--output-prefix", required=True, metavar="PREFIX",
         help="prefix of the dataset to write: a path without .bin and .idx",
-    )
+    )  # fmt: skip
     return run_tool(parser, argv, _merge)
 
 

@@ -50,13 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add(
-        "--widths",
-        type=positive,
-        nargs="+",
-        default=[64, 128, 256, 512],
-        metavar="N",
+        "--widths", type=positive, nargs="+", default=[64, 128, 256, 512], metavar="N",
         help=f"hidden sizes, multiples of {_HEAD}, two or more; the first is the base. Default: 64 128 256 512.",
-    )
+    )  # fmt: skip
     add("--steps", type=positive, default=5, metavar="N", help="steps of each model. Default: 5.")
     add("--lr", type=float, default=0.01, metavar="X", help="learning rate at the base width. Default: 0.01.")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, or .png with matplotlib. Default: none.")

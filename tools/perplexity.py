@@ -141,35 +141,26 @@ def _parser() -> ToolParser:
     parser.add_run("--checkpoint")
     add = parser.add_argument
     add(
-        "--input",
-        nargs="+",
-        default=[],
-        metavar="FILE",
+        "--input", nargs="+", default=[], metavar="FILE",
         help="texts: JSON lines (.jsonl, .json), Parquet or plain text, also .gz and .zst",
-    )
+    )  # fmt: skip
     add("--data-path", metavar="PREFIX", help="dataset of tools/preprocess_data.py, instead of --input")
     add("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines. Default: text.")
     add(
-        "--text-unit",
-        choices=("line", "paragraph", "file"),
-        default="file",
+        "--text-unit", choices=("line", "paragraph", "file"), default="file",
         help="what a document is in plain text. Default: file.",
-    )
+    )  # fmt: skip
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
     add(
-        "--prefix",
-        choices=("auto", "bos", "eod", "none"),
-        default="auto",
-        help="token before each document, which is not predicted. Default: auto, bos if the "
-        "tokenizer has one, else eod.",
-    )
+        "--prefix", choices=("auto", "bos", "eod", "none"), default="auto",
+        help="token before each document, which is not predicted. Default: auto, bos if the tokenizer has one, else "
+        "eod.",
+    )  # fmt: skip
     add("--context", type=positive, metavar="N", help="tokens that the model reads at once. Default: its positions.")
     add(
-        "--stride",
-        type=positive,
-        metavar="N",
+        "--stride", type=positive, metavar="N",
         help="tokens between two windows of a long document. Default: half of the context.",
-    )
+    )  # fmt: skip
     add("--batch-size", type=positive, default=8, metavar="N", help="windows computed at once. Default: 8.")
     add("--per-document", metavar="FILE", help="also write a line of JSON for each document")
     add("--json", action="store_true", help="print one line of JSON instead of text")

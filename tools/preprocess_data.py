@@ -43,81 +43,57 @@ def _parser() -> ToolParser:
     parser = ToolParser(prog="preprocess_data.py", description="Tokenize text files into a .bin/.idx dataset.")
     add = parser.add_argument
     add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
+        "--input", nargs="+", required=True, metavar="FILE",
         help=".jsonl or plain text, also .gz and .zst, or .parquet (pip install pyarrow)",
-    )
+    )  # fmt: skip
     add(
-        "--tokenizer",
-        "--tokenizer-model",
-        "--vocab-file",
-        required=True,
-        metavar="PATH",
+        "--tokenizer", "--tokenizer-model", "--vocab-file", required=True, metavar="PATH",
         help="a tokenizer.json or a directory with one, a SentencePiece .model, GPT-2's vocab.json or BERT's vocab.txt",
-    )
+    )  # fmt: skip
     add(
-        "--merge-file",
-        metavar="FILE",
+        "--merge-file", metavar="FILE",
         help="GPT-2's merges.txt, where --tokenizer is its vocab.json. Default: the file of that name beside it.",
-    )
+    )  # fmt: skip
     add(
-        "--output-prefix",
-        required=True,
-        metavar="P",
+        "--output-prefix", required=True, metavar="P",
         help="prefix of the files to write: P_text_document.bin, .idx and .json",
-    )
+    )  # fmt: skip
     add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
+        "--json-keys", nargs="+", default=["text"], metavar="KEY",
         help="keys of the .jsonl objects, or columns of .parquet files; each has its own output. Default: text.",
-    )
+    )  # fmt: skip
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
-        "--split-sentences",
-        action="store_true",
+        "--split-sentences", action="store_true",
         help="make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence",
-    )
+    )  # fmt: skip
     add(
-        "--text-unit",
-        choices=get_args(TextUnit),
-        default="line",
+        "--text-unit", choices=get_args(TextUnit), default="line",
         help="what is a document in plain text. Default: line.",
-    )
+    )  # fmt: skip
     add(
-        "--workers",
-        type=worker_count,
-        default=available_cores(),
-        metavar="N",
+        "--workers", type=worker_count, default=available_cores(), metavar="N",
         help="processes that tokenize. Default: one per core.",
-    )
+    )  # fmt: skip
     add(
-        "--encoder",
-        choices=("auto", "tiktoken", "tokenizers"),
-        default="auto",
-        help="encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the "
-        "same ids. auto: tiktoken for inputs of 16 MB or more, if possible. Default: auto.",
-    )
+        "--encoder", choices=("auto", "tiktoken", "tokenizers"), default="auto",
+        help="encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the same ids. auto: "
+        "tiktoken for inputs of 16 MB or more, if possible. Default: auto.",
+    )  # fmt: skip
     add("--deduplicate", action="store_true", help="drop a document whose texts equal those of an earlier one")
     add("--strict", action="store_true", help="refuse the input at its first bad line")
     add(
-        "--sft",
-        action="store_true",
-        help="read conversations: .jsonl lines with messages (a list of role and content), or with "
-        "prompt and completion. Only the assistant's replies are predicted. Writes "
-        "P_sft_document and its loss mask, P_sft_document_loss_mask",
-    )
+        "--sft", action="store_true",
+        help="read conversations: .jsonl lines with messages (a list of role and content), or with prompt and "
+        "completion. Only the assistant's replies are predicted. Writes P_sft_document and its loss mask, "
+        "P_sft_document_loss_mask",
+    )  # fmt: skip
     add(
-        "--chat-template",
-        choices=get_args(ChatTemplate),
-        default="auto",
-        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's "
-        "directory, with transformers. plain: <|role|> on a line, then the content. auto: "
-        "tokenizer if there is one, else plain. Default: auto.",
-    )
+        "--chat-template", choices=get_args(ChatTemplate), default="auto",
+        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
+        "transformers. plain: <|role|> on a line, then the content. auto: tokenizer if there is one, else plain. "
+        "Default: auto.",
+    )  # fmt: skip
     return parser
 
 

@@ -54,12 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "takes a few steps. See docs/guides/coming-from-megatron.md.",
     )
     parser.add_argument(
-        "--processes",
-        type=positive,
-        default=PROCESSES,
-        metavar="N",
+        "--processes", type=positive, default=PROCESSES, metavar="N",
         help=f"start at most N processes at a time. Default: {PROCESSES}.",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="launch script, as in bash train.sh"
     )

@@ -47,22 +47,18 @@ def _parser() -> ToolParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, also .gz and .zst")
     add(
-        "--model",
-        choices=get_args(TokenizerKind),
-        default="bpe",
+        "--model", choices=get_args(TokenizerKind), default="bpe",
         help="kind of tokenizer; bpe is byte-level. Default: bpe.",
-    )
+    )  # fmt: skip
     add(
         "--vocab-size", type=vocabulary_size, required=True, metavar="N", help="largest vocabulary, with special tokens"
     )
     add("--output", required=True, metavar="DIR", help="directory to write; created if it does not exist")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the .jsonl objects. Default: text.")
     add(
-        "--text-unit",
-        choices=get_args(TextUnit),
-        default="line",
+        "--text-unit", choices=get_args(TextUnit), default="line",
         help="what is a document in plain text. Default: line.",
-    )
+    )  # fmt: skip
     add("--lowercase", action="store_true", help="ignore case and accents (only --model wordpiece)")
     add("--overwrite", action="store_true", help="replace a tokenizer of the same kind in --output")
     return parser
