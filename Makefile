@@ -4,7 +4,7 @@
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
 # make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/explain/design.md)
 # make golden       hold this tree's numbers, words and files against those of BASE=REVISION, and name what differs
-# make peers        install DeepSpeed and Megatron-Core into .venv-peers, for benchmarks/compare.py
+# make peers        install DeepSpeed and Megatron-Core (PEERS) into .venv-peers, for benchmarks/compare.py
 # make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/reports/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
 # make docs         build the documentation as a site: build/site/index.html
@@ -18,6 +18,9 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+PEERS ?= deepspeed megatron-core
+PEERS_VENV := .venv-peers
+PEERS_PIP := $(PEERS_VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -c benchmarks/peers.txt
 AT_LEAST := import sys; sys.exit(sys.version_info < (3, 11))
 
 # The first interpreter that is new enough; a PYTHON that is given is taken as it is, and refused if it is too old.
@@ -89,7 +92,11 @@ golden: setup-dev
 
 # With the torch of .venv; a framework that does not install is named, and the others are.
 peers: setup-dev
-	@$(RUN) -m benchmarks.comparison.install $(ARGS)
+	@[ -x $(PEERS_VENV)/bin/python ] || $(VENV)/bin/python -m venv --clear $(PEERS_VENV)
+	$(PEERS_PIP) setuptools wheel torch==$$($(RUN) -c 'from importlib.metadata import version; print(version("torch"))')
+	@failed=; for name in $(PEERS); do \
+		DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation $$name || failed="$$failed $$name"; done; \
+		[ -z "$$failed" ] || { echo "not installed, see pip's message above:$$failed" >&2; exit 1; }
 
 # The caller's interpreter and packages, which have the torch that fits the GPU: no .venv, no network.
 gpu-check: export PYTHONPATH := $(PYTHONPATH)
@@ -119,4 +126,4 @@ clean:
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .venv-peers quickstart
+	rm -rf $(VENV) $(PEERS_VENV) quickstart

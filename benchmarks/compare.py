@@ -41,7 +41,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.comparison.configuration import cut  # noqa: E402
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
-from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
 from benchmarks.comparison.job import (  # noqa: E402
     KINDS,
     PEERS,
@@ -55,6 +54,7 @@ from benchmarks.comparison.job import (  # noqa: E402
 )
 from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
+from benchmarks.gpu_check.fitting import largest_fitting  # noqa: E402
 from megacore.commands.tool import ToolParser, positive, run_tool, whole  # noqa: E402
 from megacore.config.messages import did_you_mean  # noqa: E402
 
@@ -64,7 +64,7 @@ _MOST_RANKS = 1024  # processes of one machine, for each framework
 # Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.
 LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
-_PROBES = 5  # models that are tried
+_MOST_LAYERS = 4096
 _LONG_START = 20.0  # seconds, of a framework's ranks
 
 
@@ -153,7 +153,7 @@ def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]
     """
     here = Path(sys.executable)
     found, missing = {"megacore": here, PRODUCTS: here}, {}
-    own = python_of(ENVIRONMENT)
+    own = ROOT / ".venv-peers" / "bin" / "python"
     for peer in peers:
         module = peer.split("-")[0]
         probe = f"import importlib.util as i, sys; sys.exit(i.find_spec({module!r}) is None)"
@@ -265,7 +265,7 @@ class Comparison:
         self.results.largest_sizes = LARGEST_SIZES
         for layout in layouts(kinds, ranks):
             try:
-                cut(dataclasses.replace(LARGEST_SIZES, layers=_least_layers(layout)), layout)
+                cut(dataclasses.replace(LARGEST_SIZES, layers=layout.pp * layout.virtual_stages), layout)
             except ValueError as error:
                 self.results.missing[f"largest model, {layout.name}"] = _first(error)
                 continue
@@ -282,18 +282,17 @@ class Comparison:
                     self.results.largest.append(found)
 
     def _largest(self, name: str, python: Path, layout: Layout) -> Largest | None:
-        """Models are tried until one fits and the next larger one does not, or for `_PROBES` times."""
-        limit, unit = self.results.limit_bytes, layout.pp * layout.virtual_stages
-        layers: int | None = _least_layers(layout)
-        peaks: dict[int, int] = {}
-        while layers is not None and len(peaks) < _PROBES:
-            peaks[layers] = self._peak(name, python, layout, layers)
-            layers = next_layers(peaks, limit, unit)
-        most = max((count for count, peak in peaks.items() if peak <= limit), default=None)
-        if most is None:
+        unit, peaks = layout.pp * layout.virtual_stages, dict[int, int]()
+
+        def peak(units: int) -> int:
+            peaks[units] = self._peak(name, python, layout, units * unit)
+            return peaks[units]
+
+        limit = self.results.limit_bytes
+        if not (units := largest_fitting(peak, memory=limit, at_most=_MOST_LAYERS // unit, exact=True)):
             return None
-        parameters = dataclasses.replace(LARGEST_SIZES, layers=most).parameters
-        return Largest(side=name, layout=layout, layers=most, parameters=parameters, peak=peaks[most])
+        parameters = dataclasses.replace(LARGEST_SIZES, layers=units * unit).parameters
+        return Largest(side=name, layout=layout, layers=units * unit, parameters=parameters, peak=peaks[units])
 
     def _peak(self, name: str, python: Path, layout: Layout, layers: int) -> int:
         sizes = dataclasses.replace(LARGEST_SIZES, layers=layers)
@@ -331,31 +330,6 @@ class Comparison:
 def _first(error: Exception) -> str:
     """What an error says first, in a line."""
     return str(error).strip().splitlines()[0].removeprefix("- ")
-
-
-def _least_layers(layout: Layout) -> int:
-    return max(2, layout.pp * layout.virtual_stages)
-
-
-def next_layers(peaks: dict[int, int], limit: int, unit: int) -> int | None:
-    """The next number of layers to try: where a line through the two peaks next to the limit reaches it. None: the
-    largest that fits and the smallest that does not are neighbours.
-
-    Args:
-        peaks: bytes by number of layers, at least one.
-        limit: bytes.
-        unit: layers are multiples of it.
-    """
-    fits = max((count for count, peak in peaks.items() if peak <= limit), default=0)
-    over = min((count for count, peak in peaks.items() if peak > limit), default=None)
-    if over is not None and over - fits <= unit:
-        return None
-    if len(peaks) == 1:
-        return 3 * fits if over is None else max(over // 2 // unit, 1) * unit
-    a, b = sorted(sorted(peaks, key=lambda count: abs(peaks[count] - limit))[:2])
-    slope = max((peaks[b] - peaks[a]) / (b - a), 1.0)
-    guess = max(int(a + (limit - peaks[a]) / slope) // unit * unit, fits + unit)
-    return guess if over is None else min(guess, over - unit)
 
 
 def _keep(results: Results, output: Path) -> str:

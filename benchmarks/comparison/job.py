@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Schedule = Literal["default", "1f1b", "interleaved", "zero-bubble"]
 SIDES = ("megacore", "torch", "deepspeed", "megatron-core")
@@ -95,46 +96,37 @@ class Layout:
         return 4 if self.pp > 1 else 1
 
 
-# Way to divide -> degrees, of the number of ranks. Combinations give two ranks to each group but the last.
-KINDS: dict[str, Callable[[int], Layout]] = {
-    "dp": lambda n: Layout(kind="dp", dp=n),
-    "zero1": lambda n: Layout(kind="zero1", dp=n, zero=1),
-    "zero2": lambda n: Layout(kind="zero2", dp=n, zero=2),
-    "zero3": lambda n: Layout(kind="zero3", dp=n, zero=3),
-    "tp": lambda n: Layout(kind="tp", tp=n),
-    "tp-sp": lambda n: Layout(kind="tp-sp", tp=n, sequence_parallel=True),
-    "pp": lambda n: Layout(kind="pp", pp=n),
-    "pp-default": lambda n: Layout(kind="pp-default", pp=n, schedule="default"),
-    "pp-interleaved": lambda n: Layout(kind="pp-interleaved", pp=n, schedule="interleaved"),
-    "pp-zero-bubble": lambda n: Layout(kind="pp-zero-bubble", pp=n, schedule="zero-bubble"),
-    "tp-dp": lambda n: Layout(kind="tp-dp", tp=2, dp=n // 2),
-    "tp-zero1": lambda n: Layout(kind="tp-zero1", tp=2, dp=n // 2, zero=1),
-    "tp-zero3": lambda n: Layout(kind="tp-zero3", tp=2, dp=n // 2, zero=3),
-    "pp-dp": lambda n: Layout(kind="pp-dp", pp=2, dp=n // 2),
-    "pp-dp-default": lambda n: Layout(kind="pp-dp-default", pp=2, dp=n // 2, schedule="default"),
-    "pp-zero1": lambda n: Layout(kind="pp-zero1", pp=2, dp=n // 2, zero=1),
-    "tp-pp": lambda n: Layout(kind="tp-pp", tp=2, pp=n // 2),
+# Way to divide -> its name, and what a layout of n ranks has. Combinations give two ranks to each group but the last.
+_WAYS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "dp": ("data parallel", lambda n: {"dp": n}),
+    "zero1": ("ZeRO 1", lambda n: {"dp": n, "zero": 1}),
+    "zero2": ("ZeRO 2", lambda n: {"dp": n, "zero": 2}),
+    "zero3": ("ZeRO 3", lambda n: {"dp": n, "zero": 3}),
+    "tp": ("tensor parallel", lambda n: {"tp": n}),
+    "tp-sp": ("tensor and sequence parallel", lambda n: {"tp": n, "sequence_parallel": True}),
+    "pp": ("pipeline, 1F1B", lambda n: {"pp": n}),
+    "pp-default": ("pipeline, default schedule", lambda n: {"pp": n, "schedule": "default"}),
+    "pp-interleaved": ("pipeline, interleaved", lambda n: {"pp": n, "schedule": "interleaved"}),
+    "pp-zero-bubble": ("pipeline, zero-bubble", lambda n: {"pp": n, "schedule": "zero-bubble"}),
+    "tp-dp": ("tensor x data parallel", lambda n: {"tp": 2, "dp": n // 2}),
+    "tp-zero1": ("tensor parallel x ZeRO 1", lambda n: {"tp": 2, "dp": n // 2, "zero": 1}),
+    "tp-zero3": ("tensor parallel x ZeRO 3", lambda n: {"tp": 2, "dp": n // 2, "zero": 3}),
+    "pp-dp": ("pipeline x data parallel, 1F1B", lambda n: {"pp": 2, "dp": n // 2}),
+    "pp-dp-default": (
+        "pipeline x data parallel, default schedule",
+        lambda n: {"pp": 2, "dp": n // 2, "schedule": "default"},
+    ),
+    "pp-zero1": ("pipeline x ZeRO 1, 1F1B", lambda n: {"pp": 2, "dp": n // 2, "zero": 1}),
+    "tp-pp": ("tensor parallel x pipeline, 1F1B", lambda n: {"tp": 2, "pp": n // 2}),
 }
-NAMES = {
-    "one": "one process",
-    "dp": "data parallel",
-    "zero1": "ZeRO 1",
-    "zero2": "ZeRO 2",
-    "zero3": "ZeRO 3",
-    "tp": "tensor parallel",
-    "tp-sp": "tensor and sequence parallel",
-    "pp": "pipeline, 1F1B",
-    "pp-default": "pipeline, default schedule",
-    "pp-interleaved": "pipeline, interleaved",
-    "pp-zero-bubble": "pipeline, zero-bubble",
-    "tp-dp": "tensor x data parallel",
-    "tp-zero1": "tensor parallel x ZeRO 1",
-    "tp-zero3": "tensor parallel x ZeRO 3",
-    "pp-dp": "pipeline x data parallel, 1F1B",
-    "pp-dp-default": "pipeline x data parallel, default schedule",
-    "pp-zero1": "pipeline x ZeRO 1, 1F1B",
-    "tp-pp": "tensor parallel x pipeline, 1F1B",
-}
+NAMES = {"one": "one process", **{kind: name for kind, (name, _) in _WAYS.items()}}
+
+
+def _layout(kind: str, ranks: int) -> Layout:
+    return Layout(kind=kind, **_WAYS[kind][1](ranks))
+
+
+KINDS: dict[str, Callable[[int], Layout]] = {kind: partial(_layout, kind) for kind in _WAYS}
 ONE = Layout(kind="one")
 
 

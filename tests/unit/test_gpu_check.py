@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.compare import next_layers
 from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes
 from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
 from benchmarks.gpu_check import parts, training
@@ -79,6 +78,20 @@ def test_the_largest_micro_batch_is_found(memory: int, known: bool) -> None:
     assert found <= best and len(tried) <= 7
     if known or best < 64:
         assert found >= best * 0.8 - 1
+
+
+@pytest.mark.parametrize(("base", "each", "limit"), [(100, 10, 205), (100, 10, 130), (0, 7, 700), (50, 100, 320)])
+def test_the_largest_model_is_found(base: int, each: int, limit: int) -> None:
+    """The next larger one was tried, and no size twice."""
+    tried: list[int] = []
+
+    def peak(size: int) -> int:
+        tried.append(size)
+        return base + each * size
+
+    found = largest_fitting(peak, memory=limit, at_most=4096, exact=True)
+    assert found == (limit - base) // each and found + 1 in tried
+    assert len(set(tried)) == len(tried) <= 5
 
 
 # ---- training
@@ -148,20 +161,6 @@ def results() -> Results:
     found.largest.append(Largest(side="torch", layout=KINDS["dp"](2), layers=7, parameters=5_000_000, peak=1 << 29))
     found.missing["deepspeed"] = "not installed"
     return found
-
-
-@pytest.mark.parametrize("unit", [1, 2])
-@pytest.mark.parametrize(("base", "each", "limit"), [(100, 10, 205), (100, 10, 130), (0, 7, 700), (50, 100, 320)])
-def test_the_largest_model_is_found(base: int, each: int, limit: int, unit: int) -> None:
-    """Against trying every number of layers."""
-    peaks: dict[int, int] = {}
-    layers: int | None = 2
-    while layers is not None:
-        assert layers not in peaks and layers % unit == 0 and len(peaks) < 6
-        peaks[layers] = base + each * layers
-        layers = next_layers(peaks, limit, unit)
-    fitting = [count for count in range(unit, 200, unit) if base + each * count <= limit]
-    assert max(count for count, peak in peaks.items() if peak <= limit) == max(fitting)
 
 
 def test_the_page_has_ratios_of_rounds_and_names_what_is_missing(results: Results, tmp_path: Path) -> None:
