@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -57,6 +56,7 @@ from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, 
 from benchmarks.gpu_check.fitting import largest_fitting  # noqa: E402
 from megacore.commands.tool import ToolParser, positive, run_tool, whole  # noqa: E402
 from megacore.config.messages import did_you_mean  # noqa: E402
+from tests.peers import interpreter_with  # noqa: E402
 
 PRODUCTS = "products"
 MEASURED = ROOT / "docs" / "reports" / "measured.md"
@@ -153,14 +153,9 @@ def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]
     """
     here = Path(sys.executable)
     found, missing = {"megacore": here, PRODUCTS: here}, {}
-    own = ROOT / ".venv-peers" / "bin" / "python"
     for peer in peers:
-        module = peer.split("-")[0]
-        probe = f"import importlib.util as i, sys; sys.exit(i.find_spec({module!r}) is None)"
-        if importlib.util.find_spec(module) is not None:
-            found[peer] = here
-        elif own.exists() and subprocess.run([own, "-c", probe], check=False).returncode == 0:
-            found[peer] = own
+        if python := interpreter_with(peer.split("-")[0]):
+            found[peer] = Path(python)
         else:
             missing[peer] = "not installed; `make peers` installs it"
     return found, missing
