@@ -348,15 +348,9 @@ class Engine:
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint of any layout; all ranks call this together.
-
-        Args:
-            load_dir: as given to `save_checkpoint`.
-            tag: likewise, whose newest checkpoint is loaded; None: that of the last `save_checkpoint`.
-
-        Returns:
-            The checkpoint's directory and the client's state; (None, {}) where there is no such directory.
-        """
+        """Continue from a checkpoint of any layout; all ranks call this together. `load_dir`: as given to
+        `save_checkpoint`. `tag`: likewise, whose newest checkpoint is loaded; None: that of the last `save_checkpoint`.
+        Returns the checkpoint's directory and the client's state; (None, {}) where there is no such directory."""
         last = _local(load_dir) / _LAST_TAG
         if tag is None and last.is_file():
             tag = read_bounded(last, _MOST_STATE).decode()

@@ -77,11 +77,7 @@ def _candidates(run: Location, world: Group) -> tuple[list[str], tuple[str, ...]
 
 def whole(directory: Location, world: Group, *, archived: bool = False) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
-
-    Args:
-        world: the ranks that call this together.
-        archived: whether SHA-256 is taken as well.
-    """
+    `world`: the ranks that call this together. `archived`: whether SHA-256 is taken as well."""
     manifest, problem = None, None
     try:
         manifest = read_manifest(directory)

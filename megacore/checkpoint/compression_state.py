@@ -67,12 +67,8 @@ def _of_replica(spec: ShardSpec, rank: int, replicas: int) -> ShardSpec:
 
 @torch.no_grad()
 def fill_errors(bucket: Bucket, read: Read, errors: Errors) -> None:
-    """Set the errors of a bucket's parameters to those of a checkpoint, or to 0 where it has none.
-
-    Args:
-        read: gives a part of a global tensor.
-        errors: that there are to read.
-    """
+    """Set the errors of a bucket's parameters to those of a checkpoint, or to 0 where it has none. `read`: gives a part
+    of a global tensor. `errors`: that there are to read."""
     if (compressed := bucket.compressed) is None:
         return
     worker, server, replicas = compressed.worker_error.view(-1), compressed.server_error, bucket.group.size

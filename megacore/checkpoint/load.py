@@ -114,16 +114,9 @@ def verified_together(
     kinds: Iterable[str] | None = None,
     archived: bool = False,
 ) -> str | None:
-    """Check a checkpoint's files against its manifest, each on one of the ranks.
-
-    Args:
-        world: the ranks that call this together.
-        kinds: of tensors whose files are checked; None: every file.
-        archived: whether SHA-256 is taken as well.
-
-    Returns:
-        What is wrong, the same on every rank; None where all is well.
-    """
+    """Check a checkpoint's files against its manifest, each on one of the ranks. `world`: the ranks that call this
+    together. `kinds`: of tensors whose files are checked; None: every file. `archived`: whether SHA-256 is taken as
+    well. Returns what is wrong, the same on every rank; None where all is well."""
 
     kinds = None if kinds is None else tuple(kinds)
     tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
@@ -178,11 +171,8 @@ def load_parameters(
     path: Location, parameters: Iterable[ShardedParameter], buffers: Mapping[str, Tensor] | None = None
 ) -> Manifest:
     """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`.
-
-    Args:
-        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
-        buffers: to fill where the checkpoint has them, by global name.
-    """
+    `path`: a checkpoint, or a run's output directory, whose newest checkpoint is loaded. `buffers`: to fill where the
+    checkpoint has them, by global name."""
     parameters = list(parameters)
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
@@ -224,16 +214,9 @@ class Reader:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def read(self, kind: str, name: str, wanted: Slices, out: Tensor | None = None) -> Tensor:
-        """A slice of a global tensor, assembled from the pieces that overlap it.
-
-        Args:
-            kind: `model`, or the optimizer's.
-            wanted: [start, stop) of every dimension.
-            out: contiguous, of the slice's shape: is filled; None: a new tensor of the stored dtype.
-
-        Raises:
-            CheckpointError: the tensor is not there, or a file cannot be read.
-        """
+        """A slice of a global tensor, assembled from the pieces that overlap it. `kind`: `model`, or the optimizer's.
+        `wanted`: [start, stop) of every dimension. `out`: contiguous, of the slice's shape: is filled; None: a new
+        tensor of the stored dtype. Raises CheckpointError where the tensor is not there, or a file cannot be read."""
         entry = self._manifest.tensors[kind].get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory} has no {kind} of {name}")

@@ -97,13 +97,9 @@ def lock_again(output_dir: Path) -> WriterLock | None:
 
 
 def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
-    """Whether the directory is the one that is locked with this token, and not another of its name.
-
-    Args:
-        output_dir: where this rank is to write.
-        token: of the lock that another rank holds.
-        patience: seconds until a node of a network file system has noticed a new file.
-    """
+    """Whether the directory is the one that is locked with this token, and not another of its name. `output_dir`: where
+    this rank is to write. `token`: of the lock that another rank holds. `patience`: seconds until a node of a network
+    file system has noticed a new file."""
     deadline = time.monotonic() + patience
     while True:
         with contextlib.suppress(OSError):

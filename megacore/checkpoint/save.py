@@ -131,12 +131,8 @@ class _Job:
 
 
 class CheckpointSaver:
-    """Saves a run's state into its output directory; all ranks call each method together.
-
-    Args:
-        config: resolved; stored in every manifest.
-        loaded: the checkpoint that the run continues from, which is never deleted.
-    """
+    """Saves a run's state into its output directory; all ranks call each method together. `config`: resolved; stored in
+    every manifest. `loaded`: the checkpoint that the run continues from, which is never deleted."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Location | None = None) -> None:
         path = location(config.checkpoint_dir)

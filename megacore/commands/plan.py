@@ -119,9 +119,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
 
 def plan_run(argv: Sequence[str], entry: str) -> int:
     """`--dry-run` of an entry point: plan the run in place of it; `--dry-run=full`: take a step of it without devices.
-
-    Returns the exit status: 0 done, 2 refused, or a rank failed.
-    """
+    Returns the exit status: 0 done, 2 refused, or a rank failed."""
     words = [dashed(word) for word in argv]
     if f"{DRY_RUN}=full" in words or (DRY_RUN, "full") in itertools.pairwise(words):
         parser = _full_parser(entry)

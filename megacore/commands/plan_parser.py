@@ -143,11 +143,8 @@ def dashed(word: str) -> str:
 
 def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type[Config]) -> None:
     """Report words that are flags neither of the planner nor of the trainer, where a flag of the planner is meant.
-
-    Args:
-        args: parsed; the flags are taken out of `flags`, and what they mean is added to `misspelled`.
-        kind: of the configuration whose flags the trainer knows.
-    """
+    `args`: parsed; the flags are taken out of `flags`, and what they mean is added to `misspelled`. `kind`: of the
+    configuration whose flags the trainer knows."""
     known = [*flags, *flags_by_name(kind)]
     refused = (said.partition(" is not a flag") for said in read_flags(args.flags, kind).problems)
     for flag in [first for first, is_unknown, _ in refused if is_unknown]:
@@ -169,12 +166,8 @@ def without(words: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def idle_flags(given: Collection[str], needs: Mapping[str, str], meant: Collection[str]) -> Iterator[str]:
-    """That a flag changes nothing without another.
-
-    Args:
-        needs: flags by what they have no effect without.
-        meant: flags that were probably given too.
-    """
+    """That a flag changes nothing without another. `needs`: flags by what they have no effect without. `meant`: flags
+    that were probably given too."""
     for flag, other in needs.items():
         if flag in given and other not in given and other not in meant:
             yield f"{flag} has no effect without {other}: add {other}, or leave it out"

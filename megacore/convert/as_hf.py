@@ -145,16 +145,9 @@ def _read_turned(read: Read, heads: int) -> Tensor:
 
 
 def export_dcp(source: Path, target: Path, names: str) -> None:
-    """Write the weights of a directory of transformers as a checkpoint of torch.distributed.checkpoint.
-
-    Args:
-        source: the directory, with one file of weights.
-        target: to create the files in.
-        names: torchtitan, for a Llama; or hf, transformers' own.
-
-    Raises:
-        CheckpointError: the model is no Llama as torchtitan has it.
-    """
+    """Write the weights of a directory of transformers as a checkpoint of torch.distributed.checkpoint. `source`: the
+    directory, with one file of weights. `target`: to create the files in. `names`: torchtitan, for a Llama; or hf,
+    transformers' own. Raises CheckpointError where the model is no Llama as torchtitan has it."""
     config = read_config(source)
     if names == "torchtitan":
         _require_titan(config)

@@ -59,15 +59,9 @@ class Agreement:
         )
 
     def require(self, tolerance: float, *, unknown: Sequence[str] = ()) -> None:
-        """Refuse models that differ.
-
-        Args:
-            tolerance: relative to the largest logit or to 1.
-            unknown: fields of config.json that megacore does not know, which may be the reason.
-
-        Raises:
-            CheckpointError: logits differ by more than the tolerance, relative to the largest one or to 1.
-        """
+        """Refuse models that differ. `tolerance`: relative to the largest logit or to 1. `unknown`: fields of
+        config.json that megacore does not know, which may be the reason. Raises CheckpointError where logits differ by
+        more than the tolerance, relative to the largest one or to 1."""
         allowed = tolerance * max(1.0, self.largest)
         if not self.difference <= allowed:  # NaN is not
             raise CheckpointError(
@@ -122,15 +116,9 @@ def _agreement(theirs: list[Tensor], ours: list[Tensor], tokens: Tensor) -> Agre
 
 
 def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | None) -> Tensor:
-    """Token ids to compare on, [1, s].
-
-    Args:
-        tokenizer: a directory that may hold a tokenizer; without one the text's bytes are the tokens.
-        file: a text; None: a built-in one.
-
-    Raises:
-        DataError: the text cannot be read, or has too few tokens.
-    """
+    """Token ids to compare on, [1, s]. `tokenizer`: a directory that may hold a tokenizer; without one the text's bytes
+    are the tokens. `file`: a text; None: a built-in one. Raises DataError where the text cannot be read, or has too few
+    tokens."""
     text = TEXT
     if file is not None:
         try:

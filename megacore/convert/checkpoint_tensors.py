@@ -131,15 +131,9 @@ def shards(types_of: TensorTypes, most_bytes: int) -> list[dict[str, tuple[torch
 def write_shards(
     directory: Path, stem: str, types_of: TensorTypes, tensors: Iterator[tuple[str, Tensor]], *, most_bytes: int
 ) -> dict[str, str]:
-    """Write tensors into safetensors files, each as it comes.
-
-    Args:
-        stem: the files' name: `model` gives model.safetensors, or model-00001-of-00003.safetensors.
-        types_of: dtype and shape of all tensors, in the order in which they come.
-
-    Returns:
-        Name of each tensor -> its file.
-    """
+    """Write tensors into safetensors files, each as it comes. `stem`: the files' name: `model` gives model.safetensors,
+    or model-00001-of-00003.safetensors. `types_of`: dtype and shape of all tensors, in the order in which they come.
+    Returns name of each tensor -> its file."""
     files = shards(types_of, most_bytes)
     file_of: dict[str, str] = {}
     with Progress("converting", len(types_of), unit="tensors") as progress:

@@ -103,29 +103,17 @@ class MegatronModel:
 
 
 def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
-    """Look at a checkpoint of Megatron-LM's, in the torch or the torch_dist format.
-
-    Args:
-        path: an iter_NNNNNNN directory, or the one above it.
-        vocab_size: the vocabulary's true size; None: as its args say, and else with its padding.
-
-    Raises:
-        CheckpointError: what megacore cannot load, or cannot represent exactly.
-    """
+    """Look at a checkpoint of Megatron-LM's, in the torch or the torch_dist format. `path`: an iter_NNNNNNN directory,
+    or the one above it. `vocab_size`: the vocabulary's true size; None: as its args say, and else with its padding.
+    Raises CheckpointError with what megacore cannot load, or cannot represent exactly."""
     files = open_torch_dist(path) if is_torch_dist(path) else open_ranks(path)
     return merge(files, path, vocab_size)
 
 
 def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None) -> MegatronModel:
-    """A model from what its ranks have.
-
-    Args:
-        files: of all ranks, [pp][tp].
-        vocab_size: the vocabulary's true size; None: as its args say, and else with its padding.
-
-    Raises:
-        CheckpointError: what megacore cannot load, or cannot represent exactly.
-    """
+    """A model from what its ranks have. `files`: of all ranks, [pp][tp]. `vocab_size`: the vocabulary's true size;
+    None: as its args say, and else with its padding. Raises CheckpointError with what megacore cannot load, or cannot
+    represent exactly."""
     first = files[0][0]
     merged: dict[str, _Merged] = {}
     copies: list[list[Tensor]] = []

@@ -30,15 +30,9 @@ _OF_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
 def expert_matrices(chunk: Mapping[str, Tensor], first: int, held: int, hidden: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a rank's stage, every matrix of an expert apart as `...mlp.experts.N.linear_fcK.weight`.
-
-    Args:
-        chunk: the tensors by Megatron core's names.
-        first: number of the rank's first expert, from which N counts.
-
-    Raises:
-        ValueError: a tensor of several experts has a size that is no multiple of their number.
-    """
+    """The tensors of a rank's stage, every matrix of an expert apart as `...mlp.experts.N.linear_fcK.weight`. `chunk`:
+    the tensors by Megatron core's names. `first`: number of the rank's first expert, from which N counts. Raises
+    ValueError where a tensor of several experts has a size that is no multiple of their number."""
     for name, tensor in chunk.items():
         if match := _ONE.fullmatch(name) or _NUMBERED.fullmatch(name):
             yield _name(match, first + int(match["n"])), tensor

@@ -283,15 +283,9 @@ class StoredTensors:
 def find_tensors(
     plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
 ) -> StoredTensors:
-    """Find every tensor of a plan among the stored ones, and nothing besides.
-
-    Args:
-        stored: what there is, by stored name.
-        untied: whether the model's output layer is not its embedding.
-
-    Raises:
-        CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
-    """
+    """Find every tensor of a plan among the stored ones, and nothing besides. `stored`: what there is, by stored name.
+    `untied`: whether the model's output layer is not its embedding. Raises CheckpointError where tensors are missing,
+    unknown, of another shape, or of several dtypes where they become one."""
     wanted = their_shapes(plan)
     result = StoredTensors(tensors={}, names={}, left_out=[], copies={})
     repeated = family.unused if untied else family.ties

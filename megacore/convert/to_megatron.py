@@ -83,13 +83,9 @@ class MegatronExport:
 
 
 def plan_megatron(export: MegatronExport) -> MegatronExport:
-    """The export, if it is possible.
-
-    Raises:
-        ConfigError: --tp or --pp does not divide what it has to; one problem for each.
-        CheckpointError: the model has settings that cannot be written as flags of Megatron core, is a BERT, or has
-            experts.
-    """
+    """The export, if it is possible. Raises ConfigError where --tp or --pp does not divide what it has to; one problem
+    for each; CheckpointError where the model has settings that cannot be written as flags of Megatron core, is a BERT,
+    or has experts."""
     config, where = export.config, export.tensors.directory
     if export.tensors.bert is not None or config.experts is not None:
         what = "a BERT" if export.tensors.bert is not None else "a mixture of experts"
@@ -200,12 +196,8 @@ def _of_stage(export: MegatronExport, stage: int) -> Iterator[tuple[str, str]]:
 
 
 def write_ranks(export: MegatronExport, target: Path) -> None:
-    """Write the torch format: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank.
-
-    Args:
-        export: of `plan_megatron`.
-        target: a directory, empty.
-    """
+    """Write the torch format: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank. `export`: of `plan_megatron`.
+    `target`: a directory, empty."""
     stages = [list(_of_stage(export, stage)) for stage in range(export.pp)]
     with Progress("converting", export.tp * sum(map(len, stages)), unit="tensors") as progress:
         for stage, names in enumerate(stages):
@@ -220,11 +212,7 @@ def write_ranks(export: MegatronExport, target: Path) -> None:
 
 def write_torch_dist(export: MegatronExport, target: Path) -> None:
     """Write the torch_dist format: a tensor of all layers is one, [layers, ...]; all of the model is in memory at once.
-
-    Args:
-        export: of `plan_megatron`; its ranks have no effect.
-        target: a directory, empty.
-    """
+    `export`: of `plan_megatron`; its ranks have no effect. `target`: a directory, empty."""
     tensors: dict[str, Tensor] = {}
     layers: dict[str, list[Tensor]] = {}
     for name in _written(export):

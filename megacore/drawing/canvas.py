@@ -73,12 +73,8 @@ class Drawing:
 
 
 def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list[str]:
-    """Lines of a text that are no wider than so many pixels, in any viewer's font.
-
-    Args:
-        text: with spaces, at which it is divided.
-        bold: whether it is bold, and wider.
-    """
+    """Lines of a text that are no wider than so many pixels, in any viewer's font. `text`: with spaces, at which it is
+    divided. `bold`: whether it is bold, and wider."""
     letters = max(int(width / (size * (0.64 if bold else 0.56))), 20)
     return textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
 

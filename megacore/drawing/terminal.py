@@ -30,13 +30,8 @@ Name = Callable[[Action], str]
 
 
 def render(panels: Sequence[Panel], columns: int, *, unit: str) -> Text:
-    """Panels below each other, on one scale, with a legend.
-
-    Args:
-        panels: what to show; all with times of the same unit.
-        columns: width of the terminal; between 80 and 120 of them are used.
-        unit: name of the unit of time.
-    """
+    """Panels below each other, on one scale, with a legend. `panels`: what to show; all with times of the same unit.
+    `columns`: width of the terminal; between 80 and 120 of them are used. `unit`: name of the unit of time."""
     spans = [span for panel in panels for row in panel.timeline.spans for span in row]
     indent = len(f"rank {max(len(panel.timeline.spans) for panel in panels) - 1} ")
     width = min(max(columns, LEAST_WIDTH), MOST_WIDTH)

@@ -91,12 +91,8 @@ class Panel:
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
-    """The drawing of one or several time lines.
-
-    Args:
-        panels: from the top; all with times of the same unit.
-        unit: name of the unit of time, for the axis.
-    """
+    """The drawing of one or several time lines. `panels`: from the top; all with times of the same unit. `unit`: name
+    of the unit of time, for the axis."""
     end = max(panel.timeline.end for panel in panels)
     typical = _typical_durations(panels)
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)

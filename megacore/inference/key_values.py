@@ -31,12 +31,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # kinds of --rope-scaling that turn earlie
 
 
 class KeyValues:
-    """Reads a text piece by piece.
-
-    Args:
-        stage: the whole model on one rank, in evaluation.
-        capacity: tokens that will be read, at most as many as the model has positions.
-    """
+    """Reads a text piece by piece. `stage`: the whole model on one rank, in evaluation. `capacity`: tokens that will be
+    read, at most as many as the model has positions."""
 
     def __init__(self, stage: Stage, config: ResolvedModel, capacity: int) -> None:
         assert capacity <= config.max_position_embeddings

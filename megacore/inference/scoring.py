@@ -128,15 +128,9 @@ def surprises(
     stride: int,
     at_once: int = 256,
 ) -> Iterator[Surprise]:
-    """The surprise of each document, which is read by itself.
-
-    Args:
-        documents: tokens, and bytes of the text.
-        prefix: a token that every document begins with, which is not predicted; None: its first token is not.
-        length: tokens that the model reads at once.
-        stride: as for `windows`.
-        at_once: documents whose windows are batched together.
-    """
+    """The surprise of each document, which is read by itself. `documents`: tokens, and bytes of the text. `prefix`: a
+    token that every document begins with, which is not predicted; None: its first token is not. `length`: tokens that
+    the model reads at once. `stride`: as for `windows`. `at_once`: documents whose windows are batched together."""
     first = [] if prefix is None else [prefix]
     pending: list[tuple[list[Window], int]] = []
 
@@ -156,15 +150,9 @@ def surprises(
 
 
 class TextScorer:
-    """Texts and their continuations, as benchmarks ask for them.
-
-    Args:
-        length: tokens that the model reads at once; None: as many as it has positions.
-        begin_with_bos: whether each context begins with the tokenizer's first token.
-
-    Raises:
-        UserError: it has neither a token that begins a text nor one that ends a document, or `length` is too large.
-    """
+    """Texts and their continuations, as benchmarks ask for them. `length`: tokens that the model reads at once; None:
+    as many as it has positions. `begin_with_bos`: whether each context begins with the tokenizer's first token. Raises
+    UserError where it has neither a token that begins a text nor one that ends a document, or `length` is too large."""
 
     def __init__(
         self, scorer: Scorer, tokenizer: Tokenizer, *, length: int | None = None, begin_with_bos: bool = False

@@ -140,12 +140,8 @@ class SentenceHead(nn.Module):
 
 
 def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
-    """The whole model as layer descriptions; nothing is allocated.
-
-    Args:
-        config: resolved (vocabulary and positions known).
-        context: groups, device and what else the layers are built with.
-    """
+    """The whole model as layer descriptions; nothing is allocated. `config`: resolved (vocabulary and positions known).
+    `context`: groups, device and what else the layers are built with."""
     first, *blocks, last = bert_outline(config)
     return [
         LayerSpec.of(first, partial(BertEmbedding, config, context)),

@@ -128,12 +128,8 @@ class GPTHead(VocabParallelOutput):
 
 
 def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
-    """The whole model as layer descriptions; nothing is allocated.
-
-    Args:
-        config: a resolved configuration (vocabulary and positions known).
-        context: groups, device and what else the layers are built with.
-    """
+    """The whole model as layer descriptions; nothing is allocated. `config`: a resolved configuration (vocabulary and
+    positions known). `context`: groups, device and what else the layers are built with."""
     block = partial(TransformerBlock, context=context, alibi=alibi_of_rank(config, context))
     rotaries = rotaries_of(config, context.attended)
     ranks = context.experts

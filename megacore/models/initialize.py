@@ -33,12 +33,8 @@ class InitialBuffers(Protocol):
 
 
 class RandomWeights:
-    """Initial values drawn from a seed (see `initialize`).
-
-    Args:
-        config: for the standard deviation and the number of layers.
-        width_ratio: how many times as wide as the base of muP the model is.
-    """
+    """Initial values drawn from a seed (see `initialize`). `config`: for the standard deviation and the number of
+    layers. `width_ratio`: how many times as wide as the base of muP the model is."""
 
     def __init__(self, config: ResolvedModel, *, seed: int, width_ratio: float = 1.0) -> None:
         self._config, self._seed, self._width_ratio = config, seed, width_ratio

@@ -95,12 +95,8 @@ class Layer:
 
 
 class BuiltLayer(Layer):
-    """A layer that trains a copy of a module, from its values.
-
-    Args:
-        name: as for `Layer`.
-        module: the same on every rank; only those whose stage it is copy it.
-    """
+    """A layer that trains a copy of a module, from its values. `name`: as for `Layer`. `module`: the same on every
+    rank; only those whose stage it is copy it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, copy.deepcopy, module)

@@ -151,12 +151,8 @@ class _Case:
         return sorted(whole.values(), key=lambda each: each.in_run)
 
     def _of_hardware(self, before: Sequence[_Microbatch], remarks: Sequence[str]) -> Diagnosis:
-        """The cause of a step that is finite if it is computed again.
-
-        Args:
-            before: the microbatches whose losses were not finite at first.
-            remarks: as for `diagnosis`.
-        """
+        """The cause of a step that is finite if it is computed again. `before`: the microbatches whose losses were not
+        finite at first. `remarks`: as for `diagnosis`."""
         lines = ["the step is finite if it is computed again, with the same weights and samples"]
         if before:
             ranks = [rank for rank, replica in enumerate(self._replicas) if replica == before[0].replica]

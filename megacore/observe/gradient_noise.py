@@ -55,14 +55,9 @@ class GradientNoise(StepHook):
             self.measure(float(norm), float(outcome.norm), small_batch=samples, large_batch=samples * count)
 
     def measure(self, small: float, large: float, *, small_batch: int, large_batch: int) -> None:
-        """Take in a measurement; one that is not finite is left out.
-
-        Args:
-            small: norm of the mean gradient of the small batch.
-            large: that of the large one.
-            small_batch: samples of the small batch.
-            large_batch: those of the large one, more.
-        """
+        """Take in a measurement; one that is not finite is left out. `small`: norm of the mean gradient of the small
+        batch. `large`: that of the large one. `small_batch`: samples of the small batch. `large_batch`: those of the
+        large one, more."""
         small, large = small * small, large * large
         signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
         noise = (small - large) / (1 / small_batch - 1 / large_batch)

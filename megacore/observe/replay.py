@@ -128,12 +128,8 @@ class Replay(StepHook):
 
 
 class _Recorded:
-    """The gradients of the first backward of every stage, as hashes by parameter, and the loss.
-
-    Args:
-        data_parallel: the sink of the gradients.
-        number: of the microbatch in the step.
-    """
+    """The gradients of the first backward of every stage, as hashes by parameter, and the loss. `data_parallel`: the
+    sink of the gradients. `number`: of the microbatch in the step."""
 
     def __init__(self, data_parallel: DataParallel, number: int, *, discards: bool) -> None:
         self._data_parallel, self._number, self.discards = data_parallel, number, discards

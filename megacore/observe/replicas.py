@@ -69,13 +69,9 @@ class SharedTensor:
 
 
 class ReplicaChecks(Callback):
-    """Compares replicas every `interval` steps, and before each save; all ranks call a method together.
-
-    Args:
-        model: this rank's part of the model.
-        mesh: this rank's groups, of several ranks.
-        loaded: the checkpoint that the run continues from.
-    """
+    """Compares replicas every `interval` steps, and before each save; all ranks call a method together. `model`: this
+    rank's part of the model. `mesh`: this rank's groups, of several ranks. `loaded`: the checkpoint that the run
+    continues from."""
 
     def __init__(
         self, model: ParallelModel, optimizer: Optimizer[Any], mesh: Mesh, *, interval: int, loaded: str | None = None

@@ -40,12 +40,8 @@ class Sink:
         """The run is back at this step: what follows replaces the records of figures after it."""
 
     def close(self, *, failed: bool, until: float) -> None:
-        """Nothing follows.
-
-        Args:
-            failed: whether the run ended with an error.
-            until: time on the monotonic clock to wait for at most.
-        """
+        """Nothing follows. `failed`: whether the run ended with an error. `until`: time on the monotonic clock to wait
+        for at most."""
 
 
 def finish(sinks: Iterable[Sink], *, failed: bool = False) -> None:

@@ -67,12 +67,8 @@ def is_rehearsal(argv: Sequence[str]) -> bool:
 
 
 def rehearse(argv: Sequence[str], entry: str) -> int:
-    """Cut the run and start it; the exit status: that of the cut run, or 2 where the command line is refused.
-
-    Args:
-        argv: the words of the command line.
-        entry: the name of the entry point.
-    """
+    """Cut the run and start it; the exit status: that of the cut run, or 2 where the command line is refused. `argv`:
+    the words of the command line. `entry`: the name of the entry point."""
     try:
         if launcher_number("RANK", 0):
             return 0

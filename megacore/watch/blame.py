@@ -59,12 +59,8 @@ class Verdict:
 
 
 def blame(seen: Iterable[Seen], world_size: int) -> Verdict:
-    """The verdict on ranks that have stopped moving.
-
-    Args:
-        seen: the ranks that have a ledger.
-        world_size: number of ranks of the job.
-    """
+    """The verdict on ranks that have stopped moving. `seen`: the ranks that have a ledger. `world_size`: number of
+    ranks of the job."""
     by_rank = {one.rank: one for one in seen}
     absent = tuple(rank for rank in range(world_size) if rank not in by_rank)
     if absent:

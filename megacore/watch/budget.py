@@ -63,12 +63,8 @@ class Limit:
 
 
 def limit(seen: Sequence[Seen], verdict: Verdict) -> Limit:
-    """How long these ranks may stand still, if the verdict on them is right.
-
-    Args:
-        seen: the ranks that have a ledger, one or more.
-        verdict: what `blame` says of them.
-    """
+    """How long these ranks may stand still, if the verdict on them is right. `seen`: the ranks that have a ledger, one
+    or more. `verdict`: what `blame` says of them."""
     records = {one.rank: one.record for one in seen}
     identity = next(iter(records.values())).identity
     if verdict.kind in ("stopped", "gone"):  # needs no patience: it will not move again

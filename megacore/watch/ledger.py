@@ -149,13 +149,8 @@ class Ledger:
         self._reals[2] = now
 
     def enter_wait(self, code: int, count: int, nbytes: int) -> None:
-        """The wait for an operation begins.
-
-        Args:
-            code: of the phase, which names the channel.
-            count: the number of the operation on the channel.
-            nbytes: its size on this rank.
-        """
+        """The wait for an operation begins. `code`: of the phase, which names the channel. `count`: the number of the
+        operation on the channel. `nbytes`: its size on this rank."""
         words = self._words
         words[5] = count  # Word.AWAITED
         words[6] = nbytes  # Word.BYTES

@@ -30,12 +30,8 @@ class _Run:
 
 
 class OperationLog:
-    """Remembers operations in order.
-
-    Args:
-        channels: the largest number of a channel.
-        messages: phases that count as one.
-    """
+    """Remembers operations in order. `channels`: the largest number of a channel. `messages`: phases that count as
+    one."""
 
     def __init__(self, channels: int, messages: Collection[int]) -> None:
         self.posted: list[int] = []  # operations since a step last began or ended; whoever posts one appends it

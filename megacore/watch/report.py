@@ -61,12 +61,8 @@ def channel_in_words(channel: Channel, record: Record) -> str:
 
 
 def table(seen: Iterable[Seen], absent: Sequence[int] = ()) -> list[str]:
-    """Lines with what each rank does, ranks in the same phase folded into one line, the longest wait first.
-
-    Args:
-        seen: the ranks that have a ledger.
-        absent: those that should have one and do not.
-    """
+    """Lines with what each rank does, ranks in the same phase folded into one line, the longest wait first. `seen`: the
+    ranks that have a ledger. `absent`: those that should have one and do not."""
     folded: dict[tuple[str, int], list[Seen]] = {}
     ordered = sorted(seen, key=lambda one: one.rank)
     for one in ordered:

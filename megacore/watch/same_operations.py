@@ -77,12 +77,8 @@ def first_difference(everyone: Sequence[Operations]) -> Difference | None:
 
 
 def odd_ones(posted: Mapping[int, str], deviating: Sequence[int]) -> tuple[list[int], str]:
-    """The ranks that are wrong, and how that is known; no rank where it is not.
-
-    Args:
-        posted: what each member posted, by rank.
-        deviating: ranks that have left their usual order of operations.
-    """
+    """The ranks that are wrong, and how that is known; no rank where it is not. `posted`: what each member posted, by
+    rank. `deviating`: ranks that have left their usual order of operations."""
     odd = [rank for rank in deviating if rank in posted]
     if 0 < 2 * len(odd) <= len(posted):
         return odd, "left what it does in every step, the others did not"

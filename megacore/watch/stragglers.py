@@ -113,12 +113,8 @@ class Noticed:
 
 
 class Stragglers(Callback):
-    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched.
-
-    Args:
-        mesh: this rank's groups; all ranks make this object together.
-        first_step: steps done before this run.
-    """
+    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched. `mesh`:
+    this rank's groups; all ranks make this object together. `first_step`: steps done before this run."""
 
     def __init__(self, mesh: Mesh, *, first_step: int) -> None:
         unwatched = torch.tensor(float(this_ledger() is None), dtype=torch.float64, device=mesh.device)

@@ -1,9 +1,5 @@
-"""What BERT reads: masked samples of sentence pairs, of single segments, or of packed documents.
-
-Sample k depends only on (seed, k). Its random numbers come from a counter-based generator whose key is the seed
-and the dataset's number in the run, and whose counter is k: the same on every layout, with any number of workers, after
-a resume, and at every evaluation.
-"""
+"""What BERT reads: masked samples of sentence pairs, single segments, or packed documents. Sample k depends only on
+(seed, k): the same on every layout, with any number of workers, after a resume, and at every evaluation."""
 
 from __future__ import annotations
 
@@ -28,26 +24,19 @@ class BertBatch(Batch):
 
     tokens: torch.Tensor  # int64 [b, s], with what is to be predicted masked, and padding after the end
     token_types: torch.Tensor  # int64 [b, s], 0 in the first segment and in padding, 1 in the second segment
-    # Int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real positions of a sample
+    # int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real positions of a sample
     # that is not packed are 1.
     documents: torch.Tensor
     labels: torch.Tensor  # int64 [b, s], the tokens before masking
     loss_mask: torch.Tensor  # float32 [b, s], 1 where the token is predicted
-    # Int64 [b], 0 where the segments are in order, 1 where the second is another document's (nsp) or they are swapped
+    # int64 [b], 0 where the segments are in order, 1 where the second is another document's (nsp) or they are swapped
     # (sop), -1 where there is no sentence task.
     sentence_labels: torch.Tensor
 
 
 class BertDataset:
-    """Masked samples.
-
-    Args:
-        text: Lays out samples before masking.
-        num_samples: Samples that will be asked for.
-        pad: Id of the padding token.
-        seed: Seed of the samples' random numbers.
-        stream: The dataset's number in the run, so that no two datasets draw the same random numbers.
-    """
+    """Masked samples of a text; `stream` is the dataset's number in the run, so that no two draw the same random
+    numbers."""
 
     def __init__(
         self,
@@ -64,7 +53,6 @@ class BertDataset:
         self._num_samples, self._pad, self._key = num_samples, pad, np.array([seed, stream], np.uint64)
 
     def __len__(self) -> int:
-        """Number of samples that were asked for."""
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
@@ -72,6 +60,7 @@ class BertDataset:
         outside the vocabulary."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
+        # The two lower words count the draws of a sample: those of no two samples meet.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, index, 0], np.uint64)))
         layout = self.text.layout(index, rng)
         tokens, predicted = self.masking.apply(layout.tokens, layout.begins, rng)
@@ -89,7 +78,6 @@ class BertDataset:
         return self.text.documents_of(index) if isinstance(self.text, BertText) else "generated text"
 
     def _padded(self, values: NDArray, filling: int) -> NDArray:
-        """[s]: the values, then padding."""
         if len(values) == self.seq_length:
             return values
         padded = np.full(self.seq_length, filling, values.dtype)

@@ -1,10 +1,10 @@
 """Which tokens of a sample are to be predicted, and what replaces them.
 
 As in BERT (arXiv 1810.04805), of the chosen tokens 80% become the mask token, 10% a random one and 10% stay. The unit
-that is chosen is a token, or a whole word; with n-grams (ALBERT, arXiv 1909.11942) it is n of them in a row, n being
-drawn with weight 1/n. A sample of n tokens has n * mask_prob of them predicted on average, exactly: the budget is
-rounded up or down at random, and the last unit, where it is larger than what is left, is taken with the probability
-that keeps the mean. Special tokens are never chosen, and no unit reaches over one.
+that is chosen is a token, or a whole word; with n-grams (ALBERT, arXiv 1909.11942) it is n of them in a row, with
+weight 1/n. A sample of n tokens has n * mask_prob of them predicted on average, exactly: the budget is rounded at
+random, and the last unit, where it is too large, is taken with the probability that keeps the mean. Special tokens are
+never chosen.
 """
 
 from __future__ import annotations
@@ -50,16 +50,9 @@ class Masking:
     def apply(
         self, tokens: NDArray[np.int64], begins: Bools | None, rng: np.random.Generator
     ) -> tuple[NDArray[np.int64], Bools]:
-        """Choose what is predicted, and replace it.
-
-        Args:
-            tokens: int64 [n].
-            begins: bool [n], positions that begin a word whatever the token, such as a sentence's first; None:
-                none.
-
-        Returns:
-            int64 [n] the tokens that the model reads; bool [n] where it has to predict.
-        """
+        """Choose what is predicted among `tokens`, int64 [n], and replace it: int64 [n] that the model reads, bool [n]
+        where it predicts. `begins`: bool [n], positions that begin a word whatever the token, such as a sentence's
+        first."""
         chosen = self.choose(tokens, begins, rng)
         predicted = np.flatnonzero(chosen)
         lot = rng.random(len(predicted))
@@ -113,17 +106,9 @@ def _reached(sizes: NDArray[np.int64], budget: int, lot: float) -> int:
 def draw_spans(
     sizes: NDArray[np.int64], runs: NDArray[np.int64], budget: int, max_ngram: int, rng: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Choose spans of units that do not overlap, each within one run, until they hold the budget on average.
-
-    Args:
-        sizes: [units] tokens of each unit.
-        runs: [units] number of the run that each unit belongs to, ascending.
-        budget: Tokens to choose, at most their sum.
-        max_ngram: Most units of a span; n of them have the weight 1/n.
-
-    Returns:
-        (first unit, one after the last) of each span.
-    """
+    """Spans (first unit, one after the last) that do not overlap, each within one run, until they hold the budget of
+    tokens on average. `sizes`: [units] tokens of each. `runs`: [units] number of each unit's run, ascending. A span of
+    n units has the weight 1/n."""
     longest = min(max_ngram, int(np.bincount(runs).max()))
     up_to = np.cumsum(1 / np.arange(1, longest + 1))
     shares, lots = (up_to / up_to[-1]).tolist(), _lots(rng)
@@ -180,19 +165,9 @@ def special_tokens(tokenizer: Tokenizer, source: str) -> SpecialTokens:
 def make_masking(
     tokenizer: Tokenizer, source: str, *, vocab_size: int, prob: float, whole_words: bool, max_ngram: int
 ) -> Masking:
-    """The rules of a run with a tokenizer.
-
-    Args:
-        tokenizer: Its special tokens are never chosen; its marks say where words begin.
-        source: Where it was read from, for messages.
-        vocab_size: Size of the model's vocabulary, at least the tokenizer's.
-        prob: Share of the tokens that are predicted.
-        whole_words: Whether a word is predicted as a whole or not at all.
-        max_ngram: Most units in a row that are chosen together.
-
-    Raises:
-        DataError: The tokenizer has no mask token, no ordinary token, or no marks where words begin.
-    """
+    """The rules of a run with a tokenizer. `source`: where that was read from, for messages. `max_ngram`: most units in
+    a row that are chosen together. Raises DataError where it has no mask token, no ordinary token, or no marks where
+    words begin."""
     tokens = special_tokens(tokenizer, source)
     special = np.zeros(vocab_size, np.bool_)
     special[sorted(tokenizer.special_ids)] = True

@@ -1,9 +1,5 @@
-"""Generated text for BERT runs without a dataset: the noisy cycle of mock.py, in pairs, segments or packed documents.
-
-The special tokens are the first ids of the vocabulary, whatever the tokenizer. A pair in order is one walk through the
-cycle, cut in two; where it is not, the second part walks from anywhere, or the two are swapped. All of it can be
-learned: a masked token from its neighbours, the order from the ends that meet.
-"""
+"""Generated text for BERT without a dataset: the noisy cycle of gpt/mock.py. A pair in order is one walk through the
+cycle, cut in two; else the second part walks from anywhere, or the two are swapped. So both tasks can be learned."""
 
 from __future__ import annotations
 
@@ -20,15 +16,8 @@ _SMALLEST = 8
 
 
 class MockBertText:
-    """Samples that are a function of their random numbers.
-
-    Args:
-        vocab_size: Token ids lie in `[0, vocab_size)`.
-        task: `nsp`, `sop` or `none`.
-        packed: Whether samples are filled with documents.
-        short_seq_prob: Share of the samples that are cut to a random length.
-        seed: Decides the cycle, which is the same for training and validation.
-    """
+    """Samples that are a function of their random numbers; `seed` decides the cycle, the same for training and
+    validation."""
 
     def __init__(
         self, vocab_size: int, seq_length: int, *, task: str, packed: bool, short_seq_prob: float, seed: int

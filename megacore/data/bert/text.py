@@ -48,12 +48,7 @@ class Layout:
 def joined(
     special: SpecialTokens, segments: Sequence[NDArray[np.int64]], begins: Sequence[Bools] | None, label: int = NO_LABEL
 ) -> Layout:
-    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP].
-
-    Args:
-        special: the tokens around the segments.
-        begins: where sentences begin in each; None where nobody asks.
-    """
+    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP]. `begins`: where sentences begin in each; None where nobody asks."""
     end, gap = np.array([special.sep]), np.zeros(1, np.bool_)
     tokens = np.concatenate([[special.cls], *(part for segment in segments for part in (segment, end))])
     sizes = np.array([len(segment) + 1 for segment in segments])
@@ -170,13 +165,13 @@ class BertText:
         return marks
 
     def _pair(self, index: int, rng: np.random.Generator) -> tuple[list[tuple[int, int]], int]:
-        """The ranges of the two segments, and the label of the sentence task."""
         chunk, room = int(self._order[index]), self._room
         bounds = self._bounds(int(self.arrays["first"][chunk]), int(self.arrays["stop"][chunk]))
         if rng.random() < self._shape.short_seq_prob:
             room = int(rng.integers(2, room + 1))
             last = int(np.searchsorted(bounds, bounds[-1] - room, side="right")) - 1  # from which on there is enough
             start = int(rng.integers(min(max(last, 0), len(bounds) - 3) + 1))
+            # Two sentences at least, so that there is a place to cut.
             end = max(int(np.searchsorted(bounds, bounds[start] + room)), start + 2)
             bounds = bounds[start : end + 1]
         cut = int(bounds[rng.integers(1, len(bounds) - 1)])
@@ -273,18 +268,9 @@ def truncated(
 
 
 def sentence_chunks(indexed: IndexedDataset, documents: range, *, target: int) -> Arrays:
-    """Which sentences make up a pair: consecutive ones of a document, as many as fill a sample, at least two.
-
-    For every sentence the end of a chunk that began there is found at once, by binary search over the sentences' ends;
-    the chunks themselves are then a walk from end to end, the only loop in Python, with one step per chunk.
-
-    A chunk ends with the sentence that brings it to `target` tokens, or with its document; it has two sentences with
-    tokens at least, and where it would leave a single one over, it takes that too. A document with fewer than two has
-    no chunk.
-
-    `target`: Tokens that a chunk has at least, where its document does not end before. Returns int64 [n] each: `first`
-    and `stop`, the sequences of a chunk, and `document`, ascending.
-    """
+    """Which sentences make up a pair: consecutive ones of a document, at least two with tokens, until they have
+    `target` tokens or the document ends; a chunk that would leave a single one over takes that too. Returns int64 [n]
+    each: `first` and `stop`, the sequences of a chunk, and `document`, ascending."""
     parts = [_chunks_of(indexed, block, target) for block in _blocks(indexed, documents)]
     columns = zip(*parts, strict=True) if parts else ((np.empty(0, np.int64),),) * 3
     return dict(zip(("first", "stop", "document"), map(np.concatenate, columns), strict=True))
@@ -326,8 +312,10 @@ def _chunks_of(indexed: IndexedDataset, documents: range, target: int) -> tuple[
     lengths = indexed.sequence_lengths[offset + real].astype(np.int64)
     ends = np.cumsum(lengths)
     stop = np.repeat(stops, counts)  # where the document of each sentence ends
+    # The end of a chunk from every sentence, at once: the walk below is the only loop in Python, a step per chunk.
     following = np.searchsorted(ends, ends - lengths + target) + 1
     following = np.minimum(np.maximum(following, np.arange(len(real)) + 2), stop)
+    # A single sentence would be left, and is no pair by itself.
     following[stop - following == 1] += 1
     chunk_starts, at, steps, ends_at = list[int](), 0, following.tolist(), stop.tolist()
     while at < len(steps):

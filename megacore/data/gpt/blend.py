@@ -1,9 +1,9 @@
 """Several datasets as one: sample k comes from the dataset that has waited longest for its share.
 
-After every prefix of n samples, each dataset has supplied its weight × n samples to within one. Taking the dataset with
-the largest error, as Megatron-LM does, mostly achieves that but not always (weights 0.86, 0.10, 0.02, 0.02, 0.0015 miss
-it); the chairman assignment rule of Tijdeman (Discrete Mathematics 32, 1980) does: among the datasets that have earned
-another sample, the one whose next sample is due first.
+After every prefix of n samples, each dataset has supplied its weight × n samples to within one. Taking the largest
+error, as Megatron-LM does, misses that for weights 0.86, 0.10, 0.02, 0.02, 0.0015; the chairman assignment rule of
+Tijdeman (Discrete Mathematics 32, 1980) does not: among datasets that have earned another sample, the one that is due
+first.
 """
 
 from __future__ import annotations
@@ -68,17 +68,10 @@ def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]
 def blend_index(
     weights: Sequence[float], num_samples: int, cache_dir: Path | None = None, *, megatron: bool = False
 ) -> Arrays:
-    """The blend as two arrays, cached because the order is made one sample at a time (about 1 µs each).
-
-    Args:
-        weights: Positive shares, in any unit.
-        cache_dir: Of the index cache; None: the order stays in memory.
-        megatron: Whether the order is Megatron-LM's.
-
-    Returns:
-        `dataset` int16 [n] and `sample` int64 [n]: sample k is number `sample[k]` of dataset `dataset[k]`.
-    """
+    """The blend as two arrays, `dataset` int16 [n] and `sample` int64 [n]: sample k is number `sample[k]` of dataset
+    `dataset[k]`. `weights`: positive shares, in any unit. `cache_dir`: None: the order stays in memory."""
     shares = (
+        # Twice, as Megatron-LM does: the last bits decide which dataset is furthest behind.
         megatron_order.normalized(megatron_order.normalized(weights))
         if megatron
         else [float(weight) for weight in weights]
@@ -98,23 +91,17 @@ def blend_index(
 
 
 class BlendedDataset:
-    """Datasets mixed by weight.
-
-    Args:
-        datasets: The datasets; number i must hold as many samples as the index takes from it.
-        index: What `blend_index` returned.
-    """
+    """Datasets mixed by weight. `datasets`: the datasets; number i must hold as many samples as the index takes from
+    it. `index`: what `blend_index` returned."""
 
     def __init__(self, datasets: Sequence[SampleDataset], index: Arrays) -> None:
         self.datasets = tuple(datasets)
         self.dataset_index, self.sample_index = index["dataset"], index["sample"]
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
-        """Sample `index` of the blend."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
@@ -143,11 +130,9 @@ class NamedSets:
         assert all(len(dataset) == self._size for dataset in self.datasets)
 
     def __len__(self) -> int:
-        """Number of samples of all sets."""
         return self._size * len(self.datasets)
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
-        """Sample `index` of the sets, one after the other."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number, sample = divmod(index, self._size)

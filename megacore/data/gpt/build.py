@@ -1,9 +1,5 @@
-"""From a configuration to its datasets, and the check of all input files before anything expensive happens.
-
-`check_inputs` reports everything that is wrong with the tokenizer and the datasets at once. `build_datasets` makes the
-training and validation datasets. Each document belongs to one split; those of the test split are kept out of both, and
-nothing of them is read or built.
-"""
+"""From a configuration to its datasets, and the check of all input files before anything expensive happens. Each
+document belongs to one split; nothing of the test split is read or built."""
 
 from __future__ import annotations
 
@@ -91,14 +87,9 @@ def vocabulary_size(config: Config) -> int:
 
 @section(Phase.INDEX)
 def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) -> Datasets:
-    """Make the datasets of a resolved configuration.
-
-    The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With `--eval-interval 0`
-    there is only the training set.
-
-    `train_samples`: Size of the training set; a run that resumes with another batch size reads others than those of
-    `train_iters` steps, which is the default. Raises DataError where an input is unusable.
-    """
+    """The datasets of a resolved configuration; without evaluation only the training set. Every evaluation reads the
+    same `eval_iters` global batches. `train_samples`: None: those of `train_iters` steps; a run that resumes with
+    another batch size reads others. Raises DataError where an input is unusable."""
     vocab_size = config.model.vocab_size
     # The token that --eod-mask-loss leaves out of the loss.
     tokenizer = tokenizer_of(config) if config.data.eod_mask_loss and not config.data.mock_data else None
@@ -153,13 +144,9 @@ def datasets_of(
     mock: Callable[[int, int], SampleDataset],
     dataset: Callable[[Part, int], SampleDataset],
 ) -> Datasets:
-    """The datasets of a run, of whatever kind of samples.
-
-    Args:
-        train_samples: As for `build_datasets`.
-        mock: Makes generated data of a stream (0 training, 1 validation) and a number of samples.
-        dataset: Makes a dataset of a part and a number of samples.
-    """
+    """The datasets of a run, of whatever kind of samples. `train_samples`: as for `build_datasets`. `mock`: makes
+    generated data of a stream (0 training, 1 validation) and a number of samples. `dataset`: makes a dataset of a part
+    and a number of samples."""
     training = config.training
     _loaded.cache_clear()  # the run itself does without the tokenizer
     batch = training.global_batch_size

@@ -1,18 +1,14 @@
 """Samples for a left-to-right language model: windows of seq_length + 1 tokens over shuffled documents.
 
-Three int64 indices, built without a Python loop over documents, samples or many epochs and cached on disk, say what
-sample k is:
+Three int64 indices, built without a Python loop over documents, samples or many epochs and cached on disk:
 
 - document_index: the documents, in a new order for each epoch, one epoch after the other: an endless stream of tokens;
-- sample_index: window w covers tokens [w * seq_length, (w + 1) * seq_length] of that stream; windows overlap by one
-  token, the last label of one being the first input of the next. Row w is the window's start: (position in
-  document_index, offset in that document);
-- shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over into the
-  next epoch comes last.
+- sample_index: window w covers tokens [w * seq_length, (w + 1) * seq_length] of it, which overlaps the next by a label;
+  row w is its start: (position in document_index, offset in that document);
+- shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over comes last.
 
-So the order depends only on (seed, epoch, k). Megatron-LM, whose order megatron_order.py makes, shuffles all epochs
-together, unless the last supplies less than 80% of an epoch's samples; there, asking for more samples changes the whole
-order, and a longer run cannot continue a shorter one.
+So the order depends only on (seed, epoch, k), and a longer run continues a shorter one. In Megatron-LM's order
+(megatron_order.py), which shuffles epochs together, it cannot.
 """
 
 from __future__ import annotations
@@ -62,16 +58,8 @@ def extent(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Extent:
 def build_indices(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], *, num_samples: int, seq_length: int, seed: int
 ) -> Arrays:
-    """Build the three indices.
-
-    Args:
-        documents: [n] document numbers, each once.
-        lengths: [n] tokens of each of them.
-        num_samples: Samples that will be asked for.
-
-    Returns:
-        `document_index` [passes * n], `sample_index` [windows + 1, 2] and `shuffle_index` [windows], all int64.
-    """
+    """`document_index` [passes * n], `sample_index` [windows + 1, 2] and `shuffle_index` [windows], all int64.
+    `documents`: [n] numbers, each once. `lengths`: [n] tokens of each of them."""
     tokens = int(lengths.sum())
     size = extent(tokens, num_samples, seq_length)
     order = shuffled_epochs(len(documents), size.passes, seed)
@@ -131,7 +119,6 @@ class SplitSamples:
         self._offsets = self.indexed.document_offsets(self.documents.start, self.documents.stop)
 
     def __len__(self) -> int:
-        """Number of samples that were asked for."""
         return self.num_samples
 
     def _cached(self, version: int, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:

@@ -1,12 +1,8 @@
 """Fill-in-the-middle (Bavarian et al. 2022, arXiv 2207.14255): documents whose middle comes last, in training samples.
 
-A document is cut at two places into prefix, middle and suffix, and put together again in one of two orders:
-
-- prefix-suffix-middle (PSM): PREFIX prefix SUFFIX suffix MIDDLE middle;
-- suffix-prefix-middle (SPM, its second variant): PREFIX SUFFIX suffix MIDDLE prefix middle.
-
-It happens in a sample, after the sample's tokens are cut from the stream (context-level, section 3 of the paper): what
-is permuted is the part of each document that the sample holds. An end-of-document token stays at its end.
+A document is cut at two places and put together again as PREFIX prefix SUFFIX suffix MIDDLE middle (PSM), or as PREFIX
+SUFFIX suffix MIDDLE prefix middle (SPM, its second variant), after the sample's tokens are cut from the stream
+(context-level, section 3 of the paper). An end-of-document token stays at its end.
 """
 
 from __future__ import annotations
@@ -83,17 +79,9 @@ class FillInTheMiddle:
     def window(
         self, index: int, tokens: Tokens, sizes: Sequence[int], predicted: Flags | None
     ) -> tuple[Tokens, list[int], Flags]:
-        """Permute the documents of a window and restore its length: what is too much at its end is left out, what is
-        missing is padding that is not predicted.
-
-        Args:
-            tokens: [n].
-            sizes: Tokens of each document in it.
-            predicted: [n] whether a token counts in the loss; None: all.
-
-        Returns:
-            Tokens [n], the documents' new sizes without those of 0, and `predicted` [n].
-        """
+        """Permute the documents of a window of n tokens and restore its length. `sizes`: tokens of each document.
+        `predicted`: [n] whether a token counts in the loss; None: all. Returns tokens [n], the documents' new sizes
+        without those of 0, and `predicted` [n]."""
         rng = generator(self.seed, index, _USE, self.number)
         flags = np.ones(len(tokens), np.float32) if predicted is None else predicted
         ends = np.cumsum(sizes)
@@ -104,18 +92,15 @@ class FillInTheMiddle:
         made, counted = (np.concatenate([piece[which] for piece in pieces])[: len(tokens)] for which in (0, 1))
         lacking = len(tokens) - len(made)
         stops = np.minimum(np.cumsum([len(piece[0]) for piece in pieces]), len(tokens))
+        # Padding counts to the last document, so that attention needs no document of its own for it.
         stops[-1] += lacking
         kept = [size for size in np.diff(stops, prepend=0).tolist() if size]
         padding = np.full(lacking, 0 if self.eod is None else self.eod)
         return np.append(made, padding), kept, np.append(counted, np.zeros(lacking, np.float32))
 
     def document(self, index: int, tokens: Tokens, predicted: Flags | None) -> tuple[Tokens, Flags]:
-        """Permute the one document of a sample, which becomes longer.
-
-        Args:
-            tokens: [n].
-            predicted: [n] whether a token counts in the loss; None: all.
-        """
+        """Permute the one document of a sample, which becomes longer. `tokens`: [n]. `predicted`: [n] whether a token
+        counts in the loss; None: all."""
         flags = np.ones(len(tokens), np.float32) if predicted is None else predicted
         rng = generator(self.seed, index, _USE, self.number)
         return self._document(rng, tokens, flags, is_masked=predicted is not None)

@@ -1,10 +1,9 @@
 """A cache of NumPy arrays on disk that can be wrong in no way that matters.
 
-An entry is a directory named by the hash of everything its arrays follow from. It is built under a temporary name and
-published by one rename, so that a killed build leaves nothing and racing builders agree; read back, every array is
-checked against the recorded shape, dtype and CRC-32, and an entry that fails is built again. Arrays are plain .npy
-without pickles, memory-mapped, so that the ranks of a node share one copy. Where the directory cannot be written, or
-holds no locks, everything still works: each process then builds for itself.
+An entry is a directory named by the hash of everything its arrays follow from, published by one rename. Read back,
+every array is checked against its shape, dtype and CRC-32. Arrays are plain .npy without pickles, memory-mapped, so
+that the ranks of a node share one copy. Where the directory cannot be written, or holds no locks, each process builds
+for itself.
 """
 
 from __future__ import annotations
@@ -37,15 +36,8 @@ _ABANDONED_S = 3600.0  # temporary directories of killed builders are removed af
 
 
 def cached_arrays(folder: Path | None, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """Load the arrays that follow from a description, building them if no sound entry exists.
-
-    Args:
-        folder: Directory of the cache, made if missing; None to build in memory.
-        description: Everything the arrays depend on, as JSON values; it is the entry's key.
-
-    Returns:
-        The arrays by name, read-only and memory-mapped where the cache could be used.
-    """
+    """The arrays by name that follow from a description (JSON values, the entry's key), read-only; built if no sound
+    entry exists. `folder`: made if missing; None to build in memory."""
     if folder is None:
         return build()
     try:
@@ -83,6 +75,7 @@ def _load(entry: Path, description: Mapping[str, Any], *, trusted: bool = False)
             raise ValueError("made from another description")
         arrays: Arrays = {}
         for name, facts in manifest["arrays"].items():
+            # The manifest may come from anyone who can write here: a name must not lead out of the entry.
             if Path(name).name != name:
                 raise ValueError(f"array name {name!r}")
             # open_memmap reads nothing but .npy: np.load would also open zip archives.

@@ -1,10 +1,6 @@
-"""Megatron-LM's order of samples (`--sample-order megatron`): the same windows of the same documents, sample by sample.
-
-Where a run needs several epochs, all of them are shuffled together, documents and windows, except for a last epoch of
-which less than 80% is used: that one is shuffled by itself. Random numbers are those of NumPy's Mersenne Twister. The
-order depends on the number of samples of the run: a longer run has another one. Blends take the dataset that is
-furthest behind its share. Checked against megatron-core 0.16.
-"""
+"""Megatron-LM's order of samples (`--sample-order megatron`), checked against megatron-core 0.16. All epochs are
+shuffled together, documents and windows, except for a last epoch of which less than 80% is used. Random numbers are
+those of NumPy's Mersenne Twister. A run of another length has another order."""
 
 from __future__ import annotations
 
@@ -29,16 +25,7 @@ def build_indices(
     seq_length: int,
     seed: int,
 ) -> Arrays:
-    """The order of a dataset's samples.
-
-    Args:
-        documents: [n] document numbers, each once.
-        lengths: [n] tokens of each of them.
-        num_samples: samples that will be asked for; None: those of one epoch.
-
-    Returns:
-        The arrays of `megacore.data.gpt.dataset.build_indices`.
-    """
+    """The arrays of `megacore.data.gpt.dataset.build_indices`; `num_samples`: None: those of one epoch."""
     tokens = int(lengths.sum())
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
     before_last = ((epochs - 1) * tokens - 1) // seq_length  # windows that end in an epoch before the last

@@ -1,9 +1,6 @@
-"""Generated tokens that a model can learn from, for runs without a dataset.
-
-A sample is a noisy cycle through at most 64 tokens spread over the vocabulary: with probability 0.9 the next token is
-the following one of the cycle, otherwise any of them. All are equally frequent, so that a unigram model's loss is
-ln 64 = 4.16; a model that looks one token back reaches about 0.74.
-"""
+"""Generated tokens that a model can learn from: a noisy cycle through at most 64 tokens spread over the vocabulary;
+with probability 0.9 the next one of the cycle follows. A unigram model's loss is ln 64 = 4.16; one token back gives
+0.74."""
 
 from __future__ import annotations
 
@@ -15,15 +12,8 @@ _NOISE = 0.1
 
 
 class MockDataset:
-    """Samples that are a function of (seed, stream, index) only.
-
-    Args:
-        vocab_size: Token ids lie in `[0, vocab_size)`.
-        seed: Decides the cycle, which is the same for every stream, and the samples.
-        stream: 0 for training, 1 for validation: other samples of the same language.
-        boundaries: Whether samples tell `documents`, of random lengths, and `positions`.
-        tells_padding: Whether they also tell `padding`, of which there is none.
-    """
+    """Samples that are a function of (seed, stream, index) only. The seed decides the cycle, the same for every
+    stream."""
 
     def __init__(
         self,
@@ -41,11 +31,9 @@ class MockDataset:
         self._cycle = cycle(vocab_size, seed)
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
-        """Sample `index`: tokens int64 [s], labels int64 [s] and loss_mask float32 [s] of ones."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, self._stream, index])))

@@ -1,10 +1,8 @@
 """Samples of whole documents: one document each, or several that fill the sample as far as possible.
 
-Documents are packed by best-fit decreasing (Johnson 1973; for training data Ding et al. 2024, arXiv 2404.10830): the
-longest first, each into the sample with the least room that is enough. A document longer than a sample is split into
-pieces of a sample's length. The last token of a piece is followed by the next one of its document as a label; the last
-token of a document has no label. Which documents share a sample is the same in every epoch; the order of the samples
-is another one.
+Documents are packed by best-fit decreasing (Johnson 1973; for training data Ding et al. 2024, arXiv 2404.10830). A
+longer one is split into pieces; the last token of a piece has the next one of its document as a label, the last of a
+document none. Which documents share a sample is the same in every epoch; the order of the samples is another one.
 """
 
 from __future__ import annotations
@@ -163,9 +161,8 @@ class PackedDataset(SplitSamples):
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens of the same document) and loss_mask
-        float32 [s]; with boundaries also documents and positions, as in `PackedMicrobatch`, and padding, as in
-        `PaddedMicrobatch`, where the dataset tells it. Raises DataError where the sample holds a token id outside the
-        vocabulary."""
+        float32 [s], and what the dataset tells of `PackedMicrobatch` and `PaddedMicrobatch`. Raises DataError for an id
+        outside the vocabulary."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         tokens, labels, documents, positions = np.zeros((4, self.seq_length), np.int64)

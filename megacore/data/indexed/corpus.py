@@ -1,9 +1,5 @@
-"""Text files in pieces of bounded size that end where a document ends, so that workers can share them.
-
-Plain text and JSON lines, each also as .gz or .zst, and Parquet, whose rows become JSON lines. Pieces depend only on
-the input, not on the number of workers. Lines end at a newline byte and nowhere else: str.splitlines would also cut at
-form feeds and U+2028.
-"""
+"""Text files (plain or JSON lines, also as .gz or .zst, and Parquet) in pieces of bounded size that end where a
+document ends. Pieces depend only on the input, not on the number of workers."""
 
 from __future__ import annotations
 
@@ -93,7 +89,6 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Bytes after decompression."""
         held = self.long or self.place
         return len(self.data) if held is None else held.size
 
@@ -104,14 +99,7 @@ class Chunk:
 
 def check_files(paths: Sequence[str], columns: Sequence[str] | None = None, *, read_again: bool = False) -> int:
     """Open every input once, so that a wrong name is reported before hours of work; their bytes on disk, summed.
-
-    Args:
-        columns: That Parquet files must have.
-        read_again: Whether they are read more than once, which no pipe can be.
-
-    Raises:
-        DataError: A file cannot be read.
-    """
+    `read_again`: they are read more than once, which no pipe can be. Raises DataError."""
     total = 0
     for path in paths:
         if Path(path).is_dir():
@@ -148,19 +136,15 @@ def read_chunks(
     *,
     places: bool = False,
 ) -> Iterator[Chunk]:
-    """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
+    """A file as chunks of about `chunk_bytes`, more where one document is longer.
 
     Args:
-        text_unit: What a document is in plain text.
-        columns: That are read of a Parquet file; None: all.
-        long_line: Makes what keeps a long JSON line, which the caller closes; None: such lines are held in memory.
-        long_line_bytes: Of a JSON line that is long.
-        places: Whether chunks may have a place instead of data; they do where a file is neither compressed nor a
-            pipe.
+        columns: that are read of a Parquet file; None: all.
+        long_line: makes what keeps a long JSON line, which the caller closes; None: such lines are held in memory.
+        places: whether chunks of a file that is neither compressed nor a pipe have a place instead of data.
 
     Raises:
-        DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer
-            than `most_document_bytes`.
+        DataError: the file cannot be read, its compressed data is damaged or cut short, or a document is too long.
     """
     if Path(path).suffix == _PARQUET:
         yield from _chunks_of_rows(path, columns, chunk_bytes, most_document_bytes)
@@ -198,6 +182,7 @@ def read_chunks(
             if len(pending) < chunk_bytes:
                 continue
             cut = 0 if unit == "file" else _last_boundary(pending, unit, searched)
+            # Refused while it is read: a file without line breaks must not fill the memory first.
             if not cut and len(pending) > most_document_bytes:
                 raise _too_long(f"{path}:{line}", most_document_bytes, unit)
             if not cut and unit == "json" and long_line is not None and len(pending) > long_line_bytes:
@@ -326,13 +311,14 @@ def _behind(place: Place | None, size: int) -> Place | None:
 
 
 def _position(file: BinaryIO) -> int:
-    """Bytes of the file on disk that have been read; a pipe has none."""
+    """Bytes of the file on disk that have been read."""
     return file.tell() if file.seekable() else 0
 
 
 def _last_boundary(data: bytearray, unit: str, searched: int) -> int:
     """End of the last whole document in data, looking only behind `searched`; 0 if there is none."""
     if unit != "paragraph":
+        # A newline byte and nothing else ends a line: str.splitlines would also cut at form feeds and U+2028.
         return data.rfind(b"\n", searched) + 1
     end = 0
     for match in _BLANK_LINE.finditer(data, searched):
@@ -362,6 +348,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     decompressor = None
     while compressed or (compressed := file.read(BLOCK // 4)):
         if decompressor is None:
+            # The window of `zstd --long=31`; by default larger ones than 128 MiB are refused.
             decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         yield decompressor.decompress(compressed)
         compressed = decompressor.unused_data if decompressor.eof else b""

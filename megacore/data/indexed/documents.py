@@ -79,15 +79,8 @@ def json_record(line: bytes, column: Callable[[int], int] = lambda number: numbe
 
 
 def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
-    """A value of a JSON line that must be text.
-
-    Args:
-        name: of the value, for the message.
-        escaped: whether the line has escapes, of which one may be half a character.
-
-    Raises:
-        ValueError: The value is no text.
-    """
+    """A value of a JSON line that must be text, or ValueError; `escaped`: the line has escapes, one of which may be
+    half a character."""
     if not isinstance(value, str):
         raise ValueError(f"{name} holds {type(value).__name__}, not text")
     try:

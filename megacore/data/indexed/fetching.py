@@ -1,9 +1,6 @@
-"""Datasets in an object store: a copy on this node's disk, which its processes make once and share.
-
-Training reads samples in random order, a few kilobytes at a time, which a memory-mapped file serves and an object store
-does not. A copy lies in a directory that is named by the dataset's URL and by the versions of its objects: another
-version is another copy. A download that was cut off continues where it ended.
-"""
+"""Datasets in an object store: a copy on this node's disk, which its processes make once and share. A directory is
+named by the URL and the versions of the objects: another version is another copy. A download that was cut off
+continues."""
 
 from __future__ import annotations
 
@@ -25,15 +22,8 @@ PATIENCE_SECONDS = 24 * 3600.0  # for another process of this node, which shows 
 
 
 def local_prefix(prefix: str, cache: str | None) -> str:
-    """The prefix under which a dataset's files can be opened: the given one, or that of the copy of a URL.
-
-    Args:
-        prefix: a path or a URL, without `.bin` and `.idx`.
-        cache: the directory of --data-cache-path; None: one of this user on this node.
-
-    Raises:
-        DataError: the dataset cannot be read, or there is no room for it.
-    """
+    """The prefix under which a dataset's files can be opened, without `.bin` and `.idx`: the given one, or that of the
+    copy of a URL. Raises DataError where it cannot be read, or there is no room for it."""
     if not is_url(prefix):
         return prefix
     if (home := cache_home() if cache is None else Path(cache)) is None:
@@ -44,6 +34,7 @@ def local_prefix(prefix: str, cache: str | None) -> str:
         sources = {ending: RemotePath(prefix + ending) for ending in (*_REQUIRED, *_OPTIONAL)}
         found = {name: source for name, source in sources.items() if name in _REQUIRED or source.exists()}
         versions = {name: source.version() for name, source in found.items()}
+        # Another version gets another directory, so that a run never reads parts of two.
         key = hashlib.sha256(repr((prefix, sorted(versions.items()))).encode()).hexdigest()[:16]
         directory = root / f"{remote.name}-{key}"
         copy = str(directory / remote.name)

@@ -67,16 +67,13 @@ class LongLine:
         self.size = 0
 
     def write(self, data: bytes | bytearray) -> None:
-        """Append to the line."""
         self._file.write(data)
         self.size += len(data)
 
     def close(self) -> None:
-        """Remove the file."""
         self._file.close()
 
     def read(self) -> bytes:
-        """The whole line."""
         self._file.seek(0)
         return self._file.read()
 

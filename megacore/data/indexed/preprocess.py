@@ -76,7 +76,6 @@ class Job:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Prefixes of the outputs."""
         if self.sft:
             return f"{self.output_prefix}_sft_document", loss_mask_prefix(f"{self.output_prefix}_sft_document")
         unit = "sentence" if self.split_sentences else "document"
@@ -88,7 +87,6 @@ class Job:
         return None if self.sft else self.json_keys
 
     def dtypes(self, tokenizer: Tokenizer) -> tuple[np.dtype, ...]:
-        """Those of the outputs."""
         tokens = token_dtype(tokenizer.vocab_size)
         return (tokens, MASK_DTYPE) if self.sft else (tokens,) * len(self.json_keys)
 
@@ -127,7 +125,6 @@ class Packed:
     sizes: NDArray[np.int64]  # sequences of each document
 
     def some(self, keep: NDArray[np.bool_]) -> Packed:
-        """Those of some of the documents."""
         sequences = np.repeat(keep, self.sizes)
         if isinstance(self.tokens, np.ndarray):
             tokens = self.tokens[np.repeat(sequences, self.lengths)]
@@ -177,7 +174,6 @@ class Encoder:
         self._tail = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        """Parse and tokenize a chunk."""
         if chunk.long is not None:
             with closing(chunk.long) as line:
                 return self._encode_long(chunk, line)
@@ -200,7 +196,6 @@ class Encoder:
         )
 
     def _sequences(self, texts: list[str]) -> list[list[Ids]]:
-        """Token ids of the sequences of each document."""
         if not self._job.split_sentences:
             return [[ids] for ids in self._encode_batch(texts)]
         split = [split_sentences(text) for text in texts]
@@ -267,18 +262,16 @@ def preprocess(
     fast: FastEncoder | None = None,
     long_line_bytes: int = LONG_LINE_BYTES,
 ) -> Report:
-    """Tokenize the inputs of a job and write its outputs.
+    """Tokenize the inputs of a job and write its outputs, or nothing.
 
     Args:
-        tokenizer: Makes the tokens; its vocabulary decides the output's dtype.
-        on_progress: Called with the report so far after every chunk.
-        template: Renders the messages of a job of conversations.
-        fast: Gives the ids instead of the tokenizer, if both agree on the first megabytes of the inputs.
-        long_line_bytes: Of a JSON line that goes through a temporary file, where `fast` can encode it in parts.
+        on_progress: called with the report so far after every chunk.
+        template: renders the messages of a job of conversations.
+        fast: gives the ids instead of the tokenizer, if both agree on the first megabytes of the inputs.
+        long_line_bytes: of a JSON line that goes through a temporary file, where `fast` can encode it in parts.
 
     Raises:
-        DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There
-            is no output then.
+        DataError: an input is unusable, nothing is left to write, or (strict, conversations) a line is bad.
     """
     _check(job)
     assert template is not None or not job.sft, "conversations need one"
@@ -287,6 +280,7 @@ def preprocess(
     if fast is not None and fast.divides:
         in_parts = not (job.split_sentences or job.sft)
         chunks = partial(_chunks, job, MOST_DIVIDED_BYTES, long_line_bytes if in_parts else None)
+    # Other ids than the tokenizer's would be noticed only when the model speaks nonsense.
     if fast is not None and not fast.agrees(_first_texts(job, chunks), job.workers):
         fast, chunks = None, partial(_chunks, job, MOST_DOCUMENT_BYTES, None)
     encoder = Encoder(job, tokenizer, fast, template if job.sft else None)
@@ -379,15 +373,8 @@ def _first_texts(job: Job, chunks: Callable[..., Iterator[Chunk]]) -> list[str]:
 
 
 class Workers:
-    """The processes that tokenize, or this one alone.
-
-    Text and tokens do not pass through pipes: a worker reads its chunk from the file where it can, and leaves the
-    tokens in memory that all processes share, one slot of it for each chunk under way.
-
-    Args:
-        count: of the processes; 1: this one alone.
-        tokenizer: whose ids are told apart.
-    """
+    """The processes that tokenize, or with `count` 1 this one alone. Text and tokens do not pass through pipes: a
+    worker reads its chunk from the file, and leaves the tokens in shared memory, one slot for each chunk under way."""
 
     def __init__(self, count: int, encoder: Encoder, tokenizer: Tokenizer) -> None:
         self._encoder, self._tokenizer, self._most = encoder, tokenizer, 2 * count + 2  # chunks under way
@@ -404,9 +391,8 @@ class Workers:
             self._pool = ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=shared)
 
     def encoded(self, chunks: Callable[[bool], Iterator[Chunk]]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Every chunk with its encoding, in order, with a bounded number under way. This process encodes long lines,
-        whose temporary files have no name by which a worker could open them. `chunks`: makes them; its argument is
-        whether they may have a place instead of data."""
+        """Every chunk with its encoding, in order, with a bounded number under way. `chunks`: makes them; its argument
+        is whether they may have a place instead of data."""
         if self._pool is None:
             yield from ((chunk, self._encoder(chunk)) for chunk in chunks(False))
             return
@@ -415,6 +401,7 @@ class Workers:
         size = 0
         for number, chunk in enumerate(chain(chunks(True), [None])):
             if chunk is not None:
+                # The tokens of the chunk that had this slot have been copied out of it.
                 slot = number % (self._most + 1)
                 under_way.append((chunk, None if chunk.long else self._pool.submit(_encode_in_worker, chunk, slot)))
                 size += 0 if chunk.long else chunk.size
@@ -439,11 +426,9 @@ class Workers:
         return replace(encoded, packed=tuple(parts))
 
     def ids_fingerprint(self) -> str:
-        """That of the tokenizer, which a worker makes."""
         return self._ids.result() if self._ids is not None else ids_fingerprint(self._tokenizer)
 
     def close(self) -> None:
-        """End the processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         if self._slots is not None:

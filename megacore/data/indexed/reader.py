@@ -1,10 +1,8 @@
-"""Megatron-LM's .bin/.idx dataset format: a reader that checks everything at opening, and a streaming writer.
+"""Megatron-LM's .bin/.idx dataset format: a reader that trusts nothing and checks everything at opening.
 
-`.bin` holds token arrays one after the other; `.idx` (little-endian) says where they begin:
-magic 9 B, u64 version, u8 dtype code, u64 sequences S, u64 length D of the document list, i32[S] lengths, i64[S] byte
-offsets, i64[D] document boundaries (first 0, last S), and in multimodal files i8[S] modes.
-The reader trusts nothing: counts are compared with the file's length before anything is allocated, and offsets must be
-the exclusive prefix sum of the lengths. All arithmetic is int64 or Python integers: 2^40 tokens are not special.
+`.bin` holds token arrays one after the other; `.idx` (little-endian) says where they begin: magic 9 B, u64 version, u8
+dtype code, u64 sequences S, u64 length D of the document list, i32[S] lengths, i64[S] byte offsets, i64[D] document
+boundaries (first 0, last S), and in multimodal files i8[S] modes. All arithmetic is int64 or Python integers.
 """
 
 from __future__ import annotations
@@ -79,13 +77,13 @@ class IndexedDataset:
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         modes_at = documents_at + 8 * documents
-        # Int32 [S], tokens per sequence.
+        # int32 [S], tokens per sequence
         self.sequence_lengths: NDArray[np.int32] = index[lengths_at:pointers_at].view("<i4")
-        # Int64 [S], byte offset of each sequence in .bin.
+        # int64 [S], byte offset of each sequence in .bin.
         self.sequence_pointers: NDArray[np.int64] = index[pointers_at:documents_at].view("<i8")
-        # Int64 [D], sequence index where each document starts, then S.
+        # int64 [D], sequence index where each document starts, then S.
         self.document_indices: NDArray[np.int64] = index[documents_at:modes_at].view("<i8")
-        # Int8 [S] in multimodal files, else None.
+        # int8 [S] in multimodal files, else None.
         self.sequence_modes: NDArray[np.int8] | None = index[modes_at:].view("i1") if has_modes else None
         self._check_ends(bin_size)
         self._check_sequences(bin_size)
@@ -97,7 +95,6 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix,)
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.sequence_lengths)
 
     def __getitem__(self, index: int) -> NDArray:
@@ -112,12 +109,11 @@ class IndexedDataset:
         return self[index][offset : None if length is None else offset + length]
 
     def tokens(self, start: int, stop: int) -> NDArray:
-        """Tokens `[start, stop)` of the whole .bin."""
+        """Tokens `[start, stop)` of the whole .bin, mapped."""
         return self._tokens[start:stop]
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.document_indices) - 1
 
     def document_start(self, document: int) -> int:
@@ -141,7 +137,6 @@ class IndexedDataset:
         return f"{len(self._index)}-{zlib.crc32(self._index.data):08x}"
 
     def _read_header(self, size: int) -> _Header:
-        """Read the header, and check it against the file's length."""
         if size < HEADER.size:
             raise self._error(f"{size} bytes are too few for the {HEADER.size}-byte header: empty or truncated")
         with open(self.idx_path, "rb") as file:
@@ -214,7 +209,7 @@ class IndexedDataset:
 
 
 def _file_size(path: Path) -> int:
-    """Length of a regular file in bytes."""
+    """Bytes of a regular file; anything else is refused."""
     try:
         with open_regular(path) as file:
             return os.fstat(file.fileno()).st_size

@@ -95,13 +95,8 @@ def _ends(text: str, start: int, match: re.Match[str]) -> bool:
 
 
 def _ends_after(word: str, text: str, following: int, is_all: bool) -> bool:
-    """Whether a single full stop after a word ends a sentence.
-
-    Args:
-        word: The word before it, inner full stops included.
-        following: Where what comes next begins.
-        is_all: Whether the word is the whole sentence so far.
-    """
+    """Whether a single full stop after a word, inner full stops included, ends a sentence. `is_all`: the word is the
+    whole sentence so far."""
     known = word.casefold()
     capital = word in (known.capitalize(), known.upper())
     circa = known == _CIRCA and (word == _CIRCA or text[following].isdigit())

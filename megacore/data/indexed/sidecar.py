@@ -1,11 +1,8 @@
 """What lies beside a dataset `P.bin` and `P.idx`: a small JSON, and perhaps a loss mask.
 
-`P.json` says how many tokens it holds, and which tokenizer made them: Megatron-LM's format knows neither the tokenizer
-nor the largest id. It is believed only while it is at least as new as both files and records their exact lengths;
-otherwise the dataset is treated as one without it. It holds no times or paths, so equal inputs give equal bytes.
-
-`P_loss_mask.bin` and `.idx` say which tokens a model is to predict. They are an ordinary dataset of uint8 with the
-sequences and documents of P: 1 where the token is predicted, else 0. A dataset without them is predicted whole.
+`P.json` says how many tokens it holds, and which tokenizer made them. It is believed only while it is at least as new
+as both files and records their exact lengths. `P_loss_mask.bin` and `.idx` are an ordinary dataset of uint8 with the
+sequences and documents of P: 1 where a token is predicted, else 0. A dataset without them is predicted whole.
 """
 
 from __future__ import annotations
@@ -66,7 +63,6 @@ class Sidecar:
         )
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
         return (json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n").encode()
 
 
@@ -100,6 +96,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     sidecar = Sidecar(**values)
     files = dataset.bin_path.stat(), dataset.idx_path.stat()
     matches = (sidecar.bin_bytes, sidecar.idx_bytes) == (files[0].st_size, files[1].st_size)
+    # Other programs rewrite a dataset and leave the old note beside it.
     if not matches or written < max(file.st_mtime_ns for file in files):
         _LOG.warning("%s: ignored, it is older than the dataset or describes another one", path)
         return None

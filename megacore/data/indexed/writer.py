@@ -1,9 +1,5 @@
-"""Writing and merging .bin/.idx pairs: streamed, exact beyond 2^31 tokens, and never visible half-finished.
-
-Everything is written under `*.partial` names, synced, and renamed at `commit`; the .idx, without which nothing is a
-dataset, comes last. What is known only at the end (lengths, document boundaries) is spooled to unnamed temporary files,
-so that memory does not grow with the corpus.
-"""
+"""Writing and merging .bin/.idx pairs: streamed, exact beyond 2^31 tokens, and never visible half-finished. Everything
+is written under `*.partial` names, synced, and renamed at `commit`."""
 
 from __future__ import annotations
 
@@ -29,14 +25,8 @@ _COPY = 1 << 24
 
 
 class IndexedWriter:
-    """Writes one .bin/.idx pair; nothing appears under the final names before `commit`.
-
-    Use it as a context manager: leaving it without a commit removes what was written.
-
-    Args:
-        prefix: Path without `.bin`/`.idx`; its directory is created.
-        dtype: Dtype of the tokens; `indexed.token_dtype(vocab_size)` is Megatron-LM's choice.
-    """
+    """Writes one .bin/.idx pair; nothing appears under the final names before `commit`. A context manager: without a
+    commit what was written is removed."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
         self.prefix = str(prefix)
@@ -52,6 +42,8 @@ class IndexedWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._partial = Path(f"{self.prefix}.bin{_PARTIAL}")
             self._bin = _open_locked(self._partial)
+            # What is known only at the end lies in unnamed files: memory does not grow with the corpus, and nothing is
+            # left.
             self._lengths: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in close()
             self._boundaries: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         except OSError as error:
@@ -76,7 +68,6 @@ class IndexedWriter:
         self.extend(values.astype(self.dtype), np.array([values.size]), np.array([], np.int64))
 
     def end_document(self) -> None:
-        """End the current document after the sequences added so far."""
         self.extend(np.empty(0, self.dtype), np.array([], np.int64), np.array([0]))
 
     def begin_sequence(self, tokens: NDArray) -> None:
@@ -91,13 +82,8 @@ class IndexedWriter:
             self.max_token_id = max(self.max_token_id, int(tokens.max()))
 
     def extend(self, tokens: NDArray, lengths: NDArray, document_sizes: NDArray) -> None:
-        """Append many sequences at once.
-
-        Args:
-            tokens: [sum(lengths)] of the writer's dtype.
-            lengths: Tokens of each sequence; those of `begin_sequence` are counted in the first.
-            document_sizes: Sequences of each document that ends here; the first continues the current document.
-        """
+        """Append many sequences at once: `tokens` [sum(lengths)] of the writer's dtype. The first of `lengths` counts
+        the tokens of `begin_sequence`; the first of `document_sizes`, in sequences, continues the current document."""
         assert int(lengths.sum()) == self._begun + tokens.size
         self.begin_sequence(tokens)
         self._begun = 0
@@ -117,9 +103,11 @@ class IndexedWriter:
         with naming(self._partial), open(dataset.bin_path, "rb") as source:
             self._bin.flush()
             _copy_sparse(source, self._bin.fileno(), self.num_tokens * self.dtype.itemsize)
+            # The copy was written at an offset, beside the position of the file object.
             self._bin.seek(0, os.SEEK_END)
             for start in range(0, len(dataset), _CHUNK):
                 self._lengths.write(dataset.sequence_lengths[start : start + _CHUNK].tobytes())
+            # Its first boundary, 0, is the last one of what is there already.
             for start in range(1, len(dataset.document_indices), _CHUNK):
                 part = dataset.document_indices[start : start + _CHUNK] + np.int64(self.num_sequences)
                 self._boundaries.write(part.tobytes())
@@ -196,15 +184,7 @@ def output_files(prefix: str | Path) -> list[Path]:
 
 
 def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) -> None:
-    """Refuse to write over what is read, under whatever name.
-
-    Args:
-        outputs: Files that will be replaced or removed, where they exist.
-        inputs: Files that are read, where they exist.
-
-    Raises:
-        DataError: An output is an input.
-    """
+    """Refuse (DataError) to write over what is read, under whatever name."""
     read = [Path(path) for path in inputs if os.path.exists(path)]
     for output in outputs:
         target = Path(os.path.realpath(output))  # new/../a: `new` will be made
@@ -215,12 +195,10 @@ def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) ->
 def merge(
     prefixes: Sequence[str], output_prefix: str, *, on_copied: Callable[[int], None] = lambda count: None
 ) -> Sidecar | None:
-    """Concatenate datasets of one dtype, in the given order, and their loss masks if they have them.
-
-    `on_copied`: called with the bytes of each input's tokens once they are copied. Returns the sidecar that was
-    written: only when every input has one, all made with the same tokenizer. Raises DataError where an input is
-    damaged, dtypes or tokenizers differ, or the output is one of the inputs.
-    """
+    """Concatenate datasets of one dtype, and their loss masks if they have them. `on_copied`: called with the bytes of
+    each input's tokens. Returns the sidecar that was written: only when every input has one, all made with the same
+    tokenizer. Raises DataError where an input is damaged, dtypes or tokenizers differ, or the output is one of the
+    inputs."""
     require_prefix(output_prefix)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     masks = [mask for dataset in datasets if (mask := open_loss_mask(dataset)) is not None]
@@ -306,4 +284,5 @@ def _copy_sparse(file: BinaryIO, target: int, offset: int) -> None:
                 raise OSError(errno.EIO, "the dataset became shorter while it was read", file.name)
             start += os.pwrite(target, data, offset + start)  # on a disk that is nearly full, a part of it
         position = stop
+    # A hole at the end has not been written.
     os.ftruncate(target, offset + size)

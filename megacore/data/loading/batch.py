@@ -19,11 +19,9 @@ class Batch:
     index: int  # Global number of the microbatch in the run, the same for every layout
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same microbatch on a device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same microbatch in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:

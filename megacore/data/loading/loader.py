@@ -1,9 +1,5 @@
-"""Batches for one data-parallel rank: which samples a step takes is arithmetic, and the whole state is one number.
-
-Microbatch j of data-parallel rank d holds the samples `consumed + (j * dp + d) * mbs + [0, mbs)`. So a step's samples
-are the same for every layout, and `consumed_samples` is all that a run needs to resume. An accelerator is given a step
-while it computes the one before.
-"""
+"""Batches for one data-parallel rank: microbatch j of rank d holds the samples `consumed + (j * dp + d) * mbs + [0,
+mbs)`. So a step's samples are the same for every layout, and `consumed_samples` is all that a run needs to resume."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class Microbatch(Batch):
 class PackedMicrobatch(Microbatch):
     """Samples of several documents each."""
 
-    # Int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next number, as if
+    # int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next number, as if
     # it were a document.
     documents: torch.Tensor
     positions: torch.Tensor  # int64 [b, s], positions within the documents, from 0
@@ -62,14 +58,12 @@ class BatchLoader(Generic[B]):
     """Iterates over steps: each gives this rank's microbatches, in order.
 
     Args:
-        dataset: Samples by global number; as many as the run takes.
-        batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
-        global_batch_size: Samples of a step, over all ranks.
-        batch_sizes: Samples of each step, where they differ from that.
-        rank: This rank's number among those that share the samples.
-        num_workers: Processes that read ahead; 0 reads in this process.
-        pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by
-            itself.
+        dataset: samples by global number; as many as the run takes.
+        batch_type: what the samples are stacked to; its tensors are named as the samples' arrays.
+        batch_sizes: samples of each step, where they differ from `global_batch_size`.
+        rank: this rank's number among those that share the samples.
+        num_workers: processes that read ahead; 0 reads in this process.
+        pin_memory: copy microbatches to pinned memory, from which an accelerator fetches them by itself.
     """
 
     def __init__(
@@ -107,13 +101,8 @@ class BatchLoader(Generic[B]):
         return self
 
     def __next__(self) -> list[B]:
-        """This rank's microbatches of the next step.
-
-        Raises:
-            StopIteration: The dataset has no samples for another step.
-            DataError: A sample cannot be used.
-            WorkerDied: A process that reads ahead has ended.
-        """
+        """This rank's microbatches of the next step. Raises StopIteration at the end of the data, DataError for a bad
+        sample, WorkerDied where a process that reads ahead has ended."""
         step: list[B] = []
         size = next(self._batch_sizes)
         with phase(Phase.DATA):
@@ -279,6 +268,7 @@ def _belong_to_the_rank(worker: int) -> None:
     """A worker is forked with its rank's handlers: what ends the job is the rank's to answer, which still needs its
     workers for the step that it is in. A worker ends with its rank, however that ends: torch's DataLoader looks only
     every five seconds whether the rank lives."""
+    # It is the rank's pipe: a signal to a worker would wake the rank.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -38,6 +38,7 @@ class Bounded(Generic[Answer]):
     def __call__(self, *values: Any) -> Answer:
         """The function of the values. Raises LimitExceeded where the call took more than it may; ValueError where the
         function raised something, whose message it has."""
+        # A fork of this process has the connection too, and would take answers to the other's questions.
         if self._owner != os.getpid():
             self._start()
         try:
@@ -64,11 +65,13 @@ class Bounded(Generic[Answer]):
 
 def _serve(function: Callable[..., Any], connection: Connection, parents: Connection) -> None:
     """Answer calls until the parent has gone, which ends this process where it closes its end of the connection."""
+    # The fork has copied it; while it is open here, the parent's end would go unnoticed.
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers it for both
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as status:  # Linux has it
         held = int(status.read().split()[0]) * resource.getpagesize()
+        # The limit also counts what the fork shares with its parent.
         resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

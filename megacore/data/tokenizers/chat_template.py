@@ -1,16 +1,6 @@
-"""From a conversation to text, and which characters of it a model is to predict: the replies of the assistant.
-
-A template is the tokenizer's, which transformers renders in a sandbox and in a process with limits, or the plain one:
-
-    <|system|>
-    You are helpful.
-    <|user|>
-    Hello.
-    <|assistant|>
-    Good day.
-
-with the tokenizer's end-of-document token after each reply. A prompt and its completion are joined as they are.
-"""
+"""From a conversation to text, and which characters of it a model is to predict: the replies of the assistant. A
+template is the tokenizer's, which transformers renders in a sandbox and in a process with limits, or a plain one of
+lines <|user|>, <|assistant|> and an end-of-document token after each reply."""
 
 from __future__ import annotations
 
@@ -51,7 +41,6 @@ class PlainTemplate:
     """Role names in angle brackets, each on a line; the end-of-document token after each reply."""
 
     def render(self, messages: Sequence[Message]) -> list[Passage]:
-        """As of `Template`."""
         passages, text = [], ""
         for message in messages:
             role, content = message["role"], message["content"]
@@ -69,14 +58,9 @@ class PlainTemplate:
 
 
 class TokenizerTemplate:
-    """The chat template of a tokenizer's directory.
-
-    A reply is what the template adds to the text when the reply is added to the messages before it, after the header of
-    a reply: its end marker belongs to it.
-
-    Raises DataError where transformers or jinja2 is not installed, the tokenizer cannot be loaded, or its template
-    takes too much time or memory.
-    """
+    """The chat template of a tokenizer's directory. A reply is what the template adds to the text when the reply is
+    added to the messages before it, after its header: its end marker belongs to it. Raises DataError where transformers
+    or jinja2 is missing, the tokenizer cannot be loaded, or its template takes too much time or memory."""
 
     def __init__(self, directory: Path) -> None:
         missing = [name for name in ("transformers", "jinja2") if find_spec(name) is None]
@@ -95,6 +79,7 @@ class TokenizerTemplate:
         self._directory = directory
         self._rendering = Bounded(_Rendering(tokenizer).passages)
         try:
+            # A template that takes too long is refused now, not after the first gigabytes of a corpus.
             self.render([{"role": "user", "content": "a"}])
         except DataError:
             raise
@@ -102,7 +87,6 @@ class TokenizerTemplate:
             pass  # a template may refuse this conversation
 
     def render(self, messages: Sequence[Message]) -> list[Passage]:
-        """As of `Template`."""
         try:
             return self._rendering(list(messages))
         except LimitExceeded as error:
@@ -118,7 +102,6 @@ class _Rendering:
         self._tokenizer = tokenizer
 
     def passages(self, messages: list[Message]) -> list[Passage]:
-        """As `TokenizerTemplate.render`, without limits."""
         try:
             text = self._rendered(messages)
             predicted = []

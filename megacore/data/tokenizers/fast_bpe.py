@@ -1,13 +1,9 @@
 """Byte-level BPE through tiktoken's encoder, several times as fast as `tokenizers`, where the ids are the same.
 
-tiktoken merges the neighbours whose token has the lowest id; `tokenizers` goes by a list of merges. For a vocabulary
-that was trained both give the same ids, if its ids are in the order of its merges. That is not taken for granted:
-`fast_encoder` looks at the order, and compares both on every token of the vocabulary and on every character of two
-planes of Unicode, and `FastEncoder.agrees` on text of the user's. What the encoder does not know, such as texts with
-special tokens, `tokenizers` encodes.
-
-Most words of a text are repeated, so that the patterns of GPT-2, Llama 3 and Qwen 2 need an encoder for the new ones
-only: `WordTable` has the ids of the others.
+tiktoken merges the neighbours whose token has the lowest id; `tokenizers` goes by a list of merges. Both give the same
+ids where ids are in the order of merges. That is not taken for granted: `fast_encoder` compares both on every token of
+the vocabulary and on two planes of Unicode, and `FastEncoder.agrees` on text of the user's. Words that were encoded
+before come from `WordTable`; what the encoder does not know, such as texts with special tokens, `tokenizers` encodes.
 """
 
 from __future__ import annotations
@@ -44,15 +40,9 @@ _SIGNS = ("", "'", "1", ".", "-", "\n", " ", "é", "東")
 
 
 class FastEncoder:
-    """Encodes texts as a tokenizer does.
-
-    Args:
-        encoding: tiktoken's encoder with its vocabulary.
-        special: what texts must not hold, because the tokenizer finds it before it divides a text.
-        normal_form: of Unicode, that texts are brought to; None: they stay as they are.
-        strips_spaces: whether a special token takes the spaces beside it.
-        division: of texts into words, by the encoder's pattern; None: texts are encoded whole.
-    """
+    """Encodes texts as a tokenizer does, through tiktoken's `encoding`. `special`: what texts must not hold, as the
+    tokenizer finds it first. `normal_form`: of Unicode; None: texts stay as they are. `division`: into words, by the
+    encoder's pattern; None: texts are encoded whole."""
 
     def __init__(
         self,
@@ -72,7 +62,6 @@ class FastEncoder:
         self._common = "".join(letters[0] for letters in same)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The ids of every text."""
         ids = dict[int, NDArray[np.uint32]]()
         if self.words is not None:
             short = ((number, text) for number, text in enumerate(texts) if len(text) <= TOGETHER)
@@ -85,7 +74,6 @@ class FastEncoder:
         return [ids[number] if number in ids else self.encode(text) for number, text in enumerate(texts)]
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """The ids of a text."""
         if len(text) > WHOLE and self.divides:
             return np.concatenate(list(self.encode_parts([text])))
         return self._encode_part(text)

@@ -11,9 +11,7 @@ _LONGEST_OF_UNICODE = 18  # characters that Unicode's own tables make of one (NF
 
 
 def growth(section: Any) -> float:
-    """The growth of a text in a tokenizer.json's `normalizer` or `decoder`. What a replacement writes is replaced again
-    only by a pattern that shares a character with it, so that any number of replacements of different characters grow a
-    text no more than the largest of them. `section`: as JSON has it, of a file that the library accepts."""
+    """The growth of a text in a tokenizer.json's `normalizer` or `decoder`, as JSON has it."""
     written: list[tuple[str | None, float]] = []  # text of each step so far, None for any, and its growth
     for step in _flat(section):
         kind, pattern, content = step["type"], None, None
@@ -26,6 +24,8 @@ def growth(section: Any) -> float:
             own = _growth_of_table(base64.b64decode(step["precompiled_charsmap"] or ""))
         else:
             own = 2 if kind == "ByteLevel" else 1
+        # Only what shares a character with a pattern is replaced again: replacements of different characters, however
+        # many, grow a text no more than the largest of them.
         before = (size for text, size in written if not pattern or text is None or set(pattern) & set(text))
         size = max(1.0, own) * max(before, default=1.0)
         written = [*written, (content, size)] if pattern else [(None, max([size, *(size for _, size in written)]))]

@@ -1,9 +1,6 @@
-"""Whether two tokenizers give the same ids, although their files differ.
-
-A tokenizer.json may be written anew by another version of its library, or be made of GPT-2's two files: its fingerprint
-is another one then, and its ids are the same. Its ids on probes tell: every token of the vocabulary between others,
-characters of two planes of Unicode, and texts on which tokenizers are known to differ.
-"""
+"""Whether two tokenizers give the same ids, although their files, and so their fingerprints, differ: another version of
+the library wrote them, or they are GPT-2's two files. Ids on probes tell: every token of the vocabulary between others,
+two planes of Unicode, and texts on which tokenizers are known to differ."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """One protocol over three kinds of tokenizer: `tokenizers` JSON, SentencePiece models, transformers directories.
-
-`load_tokenizer(path)` decides by what lies at the path. Nothing is downloaded, no code from the directory is run and no
-pickle is read. Truncation and padding stored in a tokenizer.json are switched off: they would silently cut documents.
-No special tokens are added by `encode`: where a document ends is the dataset's business (`--append-eod`).
-"""
+Nothing is downloaded, no code from the directory is run and no pickle is read. `encode` adds no special tokens: where a
+document ends is the dataset's business (`--append-eod`)."""
 
 from __future__ import annotations
 
@@ -97,6 +94,7 @@ class JsonTokenizer:
         *,
         named: Mapping[str, str] | None = None,
     ) -> None:
+        # What a tokenizer.json stores of both would silently cut documents, or pad them.
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._source = backend, source
@@ -121,41 +119,36 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
         with _telling_panics(self._source):
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text; threads unless TOKENIZERS_PARALLELISM=false."""
+        """On threads unless TOKENIZERS_PARALLELISM=false."""
         # The fast variant leaves out character offsets, which nobody here asks for.
         with _telling_panics(self._source):
             return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def to_json(self) -> str:
-        """The tokenizer as `tokenizers` writes it."""
         text: str = self._backend.to_str()
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens are left out."""
         with _telling_panics(self._source):
             text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def piece(self, index: int) -> str:
-        """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
         return self._backend.id_to_token(index) or ""
 
     def word_starts(self) -> list[bool] | None:
-        """Whether each id begins a word by the tokenizer's marks, None where it has none."""
         pieces = [""] * self.vocab_size
         for piece, number in self._backend.get_vocab(with_added_tokens=True).items():
             pieces[number] = piece
         return word_starts(pieces, json.loads(self._backend.to_str()))
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.json and a tokenizer_config.json that transformers reads as well."""
+        """Also writes a tokenizer_config.json, which transformers reads."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         replace_bytes(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode())
@@ -199,46 +192,33 @@ class SentencePieceTokenizer:
         return SentencePieceTokenizer, (self._model,)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text, on one thread: the workers of a preprocessing run are the parallelism."""
+        """On one thread: the workers of a preprocessing run are the parallelism."""
         return [self._processor.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; control tokens are left out."""
         text: str = self._processor.decode([int(index) for index in ids])
         return text
 
     def piece(self, index: int) -> str:
-        """How the vocabulary spells an id below `vocab_size`."""
         return str(self._processor.id_to_piece(index))
 
     def word_starts(self) -> list[bool] | None:
-        """Whether each id begins a word by the tokenizer's marks, None where it has none."""
         return word_starts([self.piece(i) for i in range(self.vocab_size)], {"model": {"type": "Metaspace"}})
 
     def save(self, directory: str | Path) -> None:
-        """Write tokenizer.model."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         replace_bytes(folder / "tokenizer.model", self._model)
 
 
 def load_tokenizer(path: str | Path, merges: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer at a path.
-
-    Args:
-        path: A tokenizer.json, a SentencePiece *.model, a GPT-2 vocabulary (.json) or a BERT one (.txt), or a
-            directory that holds tokenizer.json, a SentencePiece tokenizer.model, or the files of a transformers
-            tokenizer.
-        merges: The merges of a GPT-2 vocabulary; None: the file beside it.
-
-    Raises:
-        DataError: Nothing is there, or it is not a tokenizer; the message names the path.
-    """
+    """Load the tokenizer at a path: a tokenizer.json, a SentencePiece *.model, a GPT-2 vocabulary (.json; `merges`:
+    None: the file beside it) or a BERT one (.txt), or a directory with one of the first two or of transformers. Raises
+    DataError where nothing is there, or it is no tokenizer."""
     path = Path(path)
     if path.is_dir():
         return _load_directory(path)
@@ -282,6 +262,7 @@ def _load_directory(folder: Path) -> Tokenizer:
         else:
             pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
             end = _configured_tokens(config).get("eos")
+            # transformers may name another end of document, or add tokens: then only it gives the right ids.
             has_end = end is None or (tokenizer.eod is not None and pieces[tokenizer.eod] == end)
             if has_end and _added_tokens(folder) <= set(pieces):
                 return tokenizer

@@ -1,12 +1,6 @@
-"""Training tokenizers: byte-level BPE and WordPiece through `tokenizers`, unigram and BPE through SentencePiece.
-
-All are deterministic and never larger than asked for. The byte-level BPE and both SentencePiece models are lossless:
-`decode(encode(text)) == text` for any text. WordPiece is for BERT and loses white space by design.
-
-The WordPiece trainer of `tokenizers` numbers the characters inside words (`##x`) as it meets them in a hash map, and
-breaks ties by these numbers: two runs give two vocabularies. Handing it all of them beforehand, in order, leaves
-nothing to chance.
-"""
+"""Training tokenizers: byte-level BPE and WordPiece through `tokenizers`, unigram and BPE through SentencePiece. All
+are deterministic and never larger than asked for. All but WordPiece, which is for BERT, are lossless:
+`decode(encode(text)) == text` for any text."""
 
 from __future__ import annotations
 
@@ -34,18 +28,9 @@ _MOST_CHARACTERS = 1000  # of a WordPiece alphabet
 def train_tokenizer(
     texts: Iterable[str], kind: TokenizerKind, vocab_size: int, *, lowercase: bool = False, show_progress: bool = False
 ) -> Tokenizer:
-    """Train a tokenizer.
-
-    Args:
-        texts: Documents; iterated more than once.
-        kind: `bpe` (byte-level), `unigram`, `sentencepiece-bpe` or `wordpiece`.
-        vocab_size: Largest number of tokens, special tokens included; a small corpus gives fewer.
-        lowercase: Whether WordPiece ignores case and accents.
-        show_progress: Whether `tokenizers` draws its bars.
-
-    Raises:
-        DataError: There is no text, or the vocabulary is too small for the kind or too large for the text.
-    """
+    """Train a tokenizer on documents, which are iterated more than once. `vocab_size`: the most tokens, special ones
+    included. `lowercase`: WordPiece ignores case and accents. Raises DataError where there is no text, or the
+    vocabulary is too small for the kind or too large for the text."""
     if not any(texts):  # documents may be there, and all be empty
         raise DataError("the input files hold no text to train on")
     if kind == "bpe":
@@ -139,6 +124,8 @@ def _alphabet(texts: Iterable[str], normalizer: normalizers.Normalizer, room: in
             tally()
     tally()
     chosen: list[str] = []
+    # Ties go by code point. The trainer itself numbers the characters inside words as a hash map gives them and breaks
+    # ties by these numbers, so that two runs would make two vocabularies: it gets all of them beforehand.
     for character, _ in sorted(characters.items(), key=lambda item: (-item[1], item[0])):
         room -= 2 if character in inner else 1
         if room < 0 or len(chosen) == _MOST_CHARACTERS:
@@ -183,4 +170,5 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _PIECE_CHARACTERS):
+                # SentencePiece's trainer complains of every line with a zero byte.
                 yield line[start : start + _PIECE_CHARACTERS].replace("\0", " ")

@@ -1,9 +1,6 @@
-"""What a vocabulary says: its tokenizer, where GPT-2 or BERT were published with it; which of its tokens begin a word;
-and which BERT uses for what.
-
-WordPiece marks the pieces inside a word (`##ing`), byte-level BPE (a space is `Ġ`) and SentencePiece (`▁`) the pieces
-that begin one, and older BPE those that end one (`</w>`), which says nothing about beginnings by itself.
-"""
+"""What a vocabulary says: its tokenizer, where GPT-2 or BERT were published with it; which tokens begin a word; which
+BERT uses for what. WordPiece marks the pieces inside a word (`##ing`), byte-level BPE (a space is `Ġ`) and
+SentencePiece (`▁`) those that begin one, and older BPE those that end one (`</w>`)."""
 
 from __future__ import annotations
 
@@ -29,12 +26,8 @@ _SPACE = "▁"
 
 
 def role_tokens(vocabulary: Container[str], named: Mapping[str, str]) -> dict[str, str]:
-    """The token of each role that a vocabulary has.
-
-    Args:
-        vocabulary: the texts of all tokens.
-        named: the tokens that a configuration names, by role; one that is not in the vocabulary is passed over.
-    """
+    """The token of each role that a vocabulary has. `vocabulary`: the texts of all tokens. `named`: the tokens that a
+    configuration names, by role; one that is not in the vocabulary is passed over."""
     tokens = {}
     for role, usual in ROLES.items():
         for token in (named.get(role), *usual):

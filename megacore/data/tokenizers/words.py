@@ -1,10 +1,8 @@
-r"""The ids of words that were encoded before, looked up for all words of a text at once.
-
-Most words of a text are repeated, but a look-up in a Python dict costs more than encoding a short word: every word is
-an object, somewhere in memory. Here the words of a text are found, hashed and compared as NumPy arrays.
+"""The ids of words that were encoded before, found, hashed and compared as NumPy arrays for all words of a text at
+once: a look-up in a Python dict costs more than encoding a short word.
 
 A word is what white space surrounds, with a space before it, or a smaller piece of it if it has nothing but ASCII. Each
-word holds whole pieces of the tokenizer's pattern, and is divided alike by itself and in its text. The patterns are
+holds whole pieces of the tokenizer's pattern, and is divided alike by itself and in its text. The patterns are
 
 - GPT-2's (Radford et al. 2019, section 2.2), here with possessive repetitions: the same pieces without backtracking;
 - that of OpenAI's cl100k_base and Llama 3: digits go by threes, letters take one sign or one white space before them,
@@ -38,14 +36,9 @@ _KIND_BITS = 3
 
 
 class Division:
-    """How a pattern divides texts.
-
-    Args:
-        pattern: the regular expression, as a tokenizer.json has it.
-        digits: that a piece has at most; None: any number.
-        letters_take: whether letters take a sign or white space before them, and signs the line breaks behind them,
-            and contractions may have capitals. Else all take a space before them.
-    """
+    """How a pattern divides texts. `pattern`: the regular expression, as a tokenizer.json has it. `digits`: that a
+    piece has at most; None: any number. `letters_take`: whether letters take a sign or white space before them, and
+    signs the line breaks behind them, and contractions may have capitals. Else all take a space before them."""
 
     def __init__(self, pattern: str, *, digits: int | None = None, letters_take: bool = False) -> None:
         self.pattern, self._digits, self._letters_take = pattern, digits, letters_take
@@ -62,12 +55,7 @@ class Division:
                 self._contractions[len(end) - 1][int.from_bytes("".join(end).encode(), "big")] = True
 
     def begins(self, data: bytes, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where words begin.
-
-        Args:
-            data: texts in UTF-8, one after the other.
-            bounds: where they begin and end.
-        """
+        """Where words begin in `data`, texts in UTF-8 one after the other, which begin and end at `bounds`."""
         letters = np.frombuffer(data, np.uint8)
         kinds = _KINDS[letters]
         words = self._between_white_space(data, kinds, bounds)
@@ -166,9 +154,8 @@ _HIGH = np.array([(1 << 8 * max(length - 8, 0)) - 1 for length in range(_INLINE 
 
 
 class WordTable:
-    """Encodes texts by their words. A word of up to 15 bytes is two integers of 64 bits that hold its bytes and its
-    length, so that equal integers are equal words. What is not in the table, a dict has; what that does not have is
-    encoded. `encode`: gives the ids of a text that is one word; those of a text are the ids of its words."""
+    """Encodes texts by their words. A word of up to 15 bytes is two integers of 64 bits, its bytes and its length, so
+    that equal integers are equal words. A dict has longer ones; `encode` gives the ids of what neither has."""
 
     def __init__(self, encode: Callable[[str], list[int]], division: Division) -> None:
         self._encode, self._division = encode, division
@@ -179,7 +166,6 @@ class WordTable:
         self._value = np.zeros(1 << BITS, np.int64)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
-        """The ids of texts in UTF-8."""
         if len(self.words) >= MOST_WORDS or len(self._ids) >= 16 * MOST_WORDS:
             self.words.clear()
             self._ids = array("I")

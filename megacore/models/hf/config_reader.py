@@ -66,12 +66,9 @@ class ConfigReader:
         return next((name for name in names if name in self._values), names[0])
 
     def copied(self, ours: str, names: Sequence[str], default: Any) -> Any:
-        """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type.
-
-        Args:
-            names: what the file may call it; where it has several, they must agree.
-            default: what transformers takes where the file has none.
-        """
+        """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type. `names`: what the
+        file may call it; where it has several, they must agree. `default`: what transformers takes where the file has
+        none."""
         info = (field_infos(ModelConfig) | field_infos(ExpertsConfig))[ours]
         given = [(name, self._values[name]) for name in names if name in self._values]
         self._seen.update(names)
@@ -89,13 +86,9 @@ class ConfigReader:
         return info.kind(value)
 
     def only(self, name: str, allowed: Sequence[Any], default: Any = _MISSING, *, way_out: str = "") -> None:
-        """Refuse a field whose value is not among those that mean what megacore computes.
-
-        Args:
-            allowed: the values; equal of value and type.
-            default: what transformers takes where the file has none; without one a missing field is fine.
-            way_out: the end of the message: what the user can do.
-        """
+        """Refuse a field whose value is not among those that mean what megacore computes. `allowed`: the values; equal
+        of value and type. `default`: what transformers takes where the file has none; without one a missing field is
+        fine. `way_out`: the end of the message: what the user can do."""
         value = self.get(name, default)
         if value is not _MISSING and not any(type(value) is type(one) and value == one for one in allowed):
             known = one_of([_shown(one) for one in allowed])
@@ -115,12 +108,8 @@ class ConfigReader:
         return value
 
     def count(self, name: str, default: Any, of: str) -> int | None:
-        """A field that is a whole number, one or more, or null.
-
-        Args:
-            default: what transformers takes where the file has none.
-            of: what it counts, for the message.
-        """
+        """A field that is a whole number, one or more, or null. `default`: what transformers takes where the file has
+        none. `of`: what it counts, for the message."""
         value = self.get(name, default)
         if value is not None and (type(value) is not int or value < 1):
             self.problem(name, f"is {str(value)[:40]!r}, not a number of {of}")

@@ -74,12 +74,7 @@ def _multi_query_runs(config: ResolvedModel) -> Iterator[Run]:
 
 def _neighbouring_pairs(start: int, rotated: int, source: int = 0) -> Iterator[Run]:
     """Rows that are rotated in pairs of neighbours, where megacore rotates dimension i with i + r/2: the first of all
-    pairs, then the second.
-
-    Args:
-        start: the first of the rows.
-        source: number of the tensor that has them.
-    """
+    pairs, then the second. `start`: the first of the rows. `source`: number of the tensor that has them."""
     for offset in (0, 1):
         for pair in range(rotated // 2):
             row = start + 2 * pair + offset
