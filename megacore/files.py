@@ -22,15 +22,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Give a new file to write, which replaces `path` in one step when the block ends well.
-
-    Args:
-        path: of the file; what is there before stays until the new one is complete.
-        durable: also flush the file and its name to the disk, so that they survive a power failure.
-
-    Raises:
-        OSError: it cannot be written; the error names `path`, and the new file is removed.
-    """
+    """Give a new file to write, which replaces `path` in one step when the block ends well. `durable`: it survives a
+    power failure. Raises OSError, which names `path`; nothing of the new file is left."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with naming(path):
@@ -38,9 +31,11 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
                 yield file
                 if durable:
                     file.flush()
+                    # Before the new name: else a power failure may leave the name, and no content.
                     os.fsync(file.fileno())
             os.replace(temporary, path)
             if durable:
+                # The name itself is in the directory.
                 sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -53,10 +48,10 @@ def replace_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data` at the file's position: the system may take less of it at a time. Raises OSError where not
-    all of it could be written."""
+    """Write all of `data` at the file's position. Raises OSError."""
     rest = memoryview(data)
     while rest:
+        # The system may take less than it is given, as on a disk that is nearly full.
         rest = rest[os.write(descriptor, rest) :]
 
 
@@ -82,15 +77,8 @@ def sync(path: Path) -> None:
 
 class GrowingFile:
     """A file that is appended to for as long as a run lasts. If the file or its directory is deleted or renamed
-    meanwhile, it is made again under its path, with all that it had: the open file still has that.
-
-    Args:
-        path: of a regular file, which is made if it is missing.
-        before_restoring: called before the file is made again; an exception prevents it.
-
-    Raises:
-        OSError: it is no regular file, such as a pipe that would block, is a link, or cannot be written.
-    """
+    meanwhile, it is made again under its path, with all that it had. `before_restoring`: called before that; an
+    exception prevents it. Raises OSError where it is no regular file, or cannot be written."""
 
     def __init__(self, path: Path, *, before_restoring: Callable[[], None] = lambda: None) -> None:
         self.path, self._before_restoring = path, before_restoring
@@ -103,19 +91,20 @@ class GrowingFile:
         try:
             write_all(self._file.fileno(), data)
         except OSError:
+            # No half line stays: what reads the file takes one record a line.
             os.ftruncate(self._file.fileno(), before)
             raise
         return what
 
     def restore(self) -> str | None:
-        """Make the file again if its path does not lead to it any more. Returns what became of it, in words; None: it
-        is as it was. Raises OSError where it cannot be made."""
+        """Make the file again if its path does not lead to it any more; what became of it, in words, or None."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
                 return None
         self._before_restoring()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = _open_to_append(self.path)
+        # The open file still has the content of the deleted one.
         with self._file as old:
             had, where, there = _all_of(old), _known_as(old), _all_of(new)
         self._file = new
@@ -128,11 +117,9 @@ class GrowingFile:
         return f"{what}: it is made again, with all that it had" if had else f"{what}: it is made again, empty"
 
     def sync(self) -> None:
-        """Flush the content to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Nothing more is appended."""
         self._file.close()
 
 
@@ -165,9 +152,8 @@ def _known_as(file: BinaryIO) -> Path | None:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The content of a regular file, or of a link to one. Pipes and devices are refused before anything is read: they
-    would block, or never end. `most`: bytes that it may have. Raises OSError where it is no regular file, is larger, or
-    cannot be read; `strerror` says which."""
+    """The content of a regular file, or of a link to one, of at most `most` bytes. Raises OSError; `strerror` says
+    why."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -176,8 +162,8 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. A pipe that nothing writes to would block for ever. Raises
-    OSError where it is no regular file, or cannot be read; `strerror` says which."""
+    """Open a regular file, or a link to one, for reading. Raises OSError; `strerror` says why."""
+    # Without O_NONBLOCK a pipe that nothing writes to would block for ever; a device might never end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -189,9 +175,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Why a file cannot be written or replaced, found out before there is anything to write; None where it can. A
-    directory can refuse files although its permissions allow them, as /proc does: so a nameless file is made in it.
-    `path`: of the file, or of a link to one; it need not exist."""
+    """Why a file, or a link to one, cannot be written or replaced, before there is anything to write; None where it
+    can."""
     try:
         path = path.resolve()
         if path.exists():
@@ -208,6 +193,7 @@ def why_unwritable(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"cannot be written: {path.parent} is not a directory"
     try:
+        # A directory can refuse files although its permissions allow them, as /proc does. This one has no name.
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         return f"cannot be written: {path.parent} takes no new files ({error.strerror})"
@@ -215,29 +201,29 @@ def why_unwritable(path: Path) -> str | None:
 
 
 def output_is_closed() -> bool:
-    """Whether what is left of this process's standard output finds no reader, as after `| head`. It is then discarded,
-    so that the interpreter does not fail on it when it ends."""
+    """Whether what is left of this process's standard output finds no reader, as after `| head`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
+        # Else the interpreter would flush to the pipe once more when it ends, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 
 
 def cache_home() -> Path | None:
-    """Where this user's copies of remote files lie on this node: `$XDG_CACHE_HOME/megacore`, or in ~/.cache; None: the
-    user has no home. The specification of that variable has relative paths ignored."""
+    """Where this user's copies of remote files lie on this node: `$XDG_CACHE_HOME/megacore`, or in ~/.cache; None: no
+    home."""
     for path in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        # The specification of that variable has relative paths ignored.
         if os.path.isabs(path):
             return Path(path) / "megacore"
     return None
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
-    """Lock an open file or directory for this process, until it is closed or the process ends. `patience`: seconds to
-    wait for another holder. Returns whether it is locked now; False where its file system knows no locks. Raises
-    BlockingIOError where another process holds the lock all this time."""
+    """Lock an open file or directory until it is closed or the process ends; whether it is locked: some file systems
+    know no locks. `patience`: seconds to wait for another holder, before BlockingIOError."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -254,9 +240,8 @@ def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
 
 
 def unreadable(path: str | Path) -> str | None:
-    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory. Returns the
-    reason, or None for a small regular file. Raises OSError where the path does not exist, or its status cannot be
-    read."""
+    """Why a path must not be read: it is not a regular file, or too large for settings. Raises OSError where it does
+    not exist."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"

@@ -1,8 +1,7 @@
 """Files of object stores, by URL through fsspec: `s3://bucket/run`, `gs://bucket/run`, `memory://run`.
 
-A `RemotePath` has the part of `pathlib.Path` that reading a checkpoint takes, so that a reader need not know which of
-the two it has (`Location`). An object is written whole: it appears when its writer is done, or not at all. There is no
-rename, no link and no lock. What fails, whatever the library raises, is an OSError that names the URL.
+A `RemotePath` has the part of `pathlib.Path` that reading a checkpoint takes (`Location` is either). An object appears
+whole or not at all. There is no rename, no link and no lock. What fails is an OSError that names the URL.
 """
 
 from __future__ import annotations
@@ -46,12 +45,10 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The directory that it is in."""
         return RemotePath(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
@@ -67,11 +64,10 @@ class RemotePath:
         return self._kind() == "directory"
 
     def is_symlink(self) -> bool:
-        """Object stores have no links."""
+        """Stores have no links."""
         return False
 
     def stat(self) -> RemoteStatus:
-        """Its size in bytes."""
         with self._naming() as (files, path):
             return RemoteStatus(st_size=int(files.info(path)["size"]))
 
@@ -80,14 +76,15 @@ class RemotePath:
         with self._naming() as (files, path):
             files.invalidate_cache(files._parent(path))
             facts = files.info(path)
+            # Stores call it by different names; what one lacks is None.
             known = (facts.get(key) for key in ("size", "ETag", "etag", "md5Hash", "generation", "mtime", "created"))
             return " ".join(map(str, (*known, facts.get("LastModified"))))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is directly in the directory, as the store has it at this moment. Raises FileNotFoundError where nothing
-        is."""
+        """What is directly in the directory, as the store has it now. Raises FileNotFoundError where nothing is."""
         with self._naming() as (files, path):
             files.invalidate_cache(path)
+            # What fsspec has listed once it would list again, whatever other writers have done.
             whole = files.ls(path, detail=False)
         own = str(path).rstrip("/")
         names = {str(name).rstrip("/") for name in whole} - {own}  # a store may name the directory itself
@@ -116,17 +113,14 @@ class RemotePath:
             file.close()
 
     def write_bytes(self, data: bytes) -> None:
-        """Make `data` the object's content."""
         with self._naming() as (files, path):
             files.pipe_file(path, data)
 
     def read_bytes(self) -> bytes:
-        """All of the object."""
         with self._naming() as (files, path):
             return bytes(files.cat_file(path))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
-        """Delete the object."""
         try:
             with self._naming() as (files, path):
                 files.rm_file(path)
@@ -137,6 +131,7 @@ class RemotePath:
     def remove_empty(self) -> None:
         """Delete the directory itself, which holds no object any more, where the store has directories."""
         with self._naming() as (files, path):
+            # A real store has no directories: they end with their last object.
             if self.url.partition("://")[0] in _ON_DISK and files.exists(path):
                 files.rm(path, recursive=True)
 
@@ -206,8 +201,7 @@ def exists(path: Location) -> bool:
 
 
 def url_problem(url: str, *, writes: bool = False) -> str | None:
-    """Why a URL cannot be used, with the way out; None if it can. `writes`: write and delete an object there; else only
-    look what is there, which may be nothing."""
+    """Why the URL of a directory cannot be used, with the way out; `writes`: an object is written there and deleted."""
     match, path = _URL.match(url), RemotePath(url.rstrip("/"))
     assert match is not None
     scheme, rest = match[1], match[2]
@@ -217,6 +211,7 @@ def url_problem(url: str, *, writes: bool = False) -> str | None:
         return f"{url} names no place: use {scheme}://BUCKET/PATH"
     try:
         if writes:
+            # Its name has `.tmp-`: a sweep removes it where this process is killed before it does.
             probe = path / f"probe.tmp-{uuid.uuid4().hex[:8]}"
             probe.write_bytes(b"")
             probe.unlink()
@@ -233,8 +228,7 @@ def url_problem(url: str, *, writes: bool = False) -> str | None:
 
 
 def usable(text: str) -> Location:
-    """What a path or a URL leads to, where the URL can be read. Raises UserError where it cannot; the message has the
-    way out."""
+    """What a path or a URL leads to. Raises UserError where the URL cannot be read."""
     if is_url(text) and (problem := url_problem(text)):
         raise UserError(problem)
     return location(text)

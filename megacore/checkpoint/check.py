@@ -42,9 +42,8 @@ _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interv
 
 
 def check_load(config: ResolvedConfig) -> None:
-    """Check the checkpoint that the run continues from, if any. Of several that it may be, only the settings are looked
-    at here: which of them are whole is seen at the start. Raises CheckpointError where it is missing, incomplete, or of
-    another model."""
+    """Check the checkpoint that the run continues from, if any. Raises CheckpointError where it is missing, incomplete,
+    or of another model."""
     load = config.checkpoint.load
     if (source := config.start.pretrained_checkpoint) is not None:
         try:
@@ -65,6 +64,7 @@ def check_load(config: ResolvedConfig) -> None:
             find_checkpoint(run)
         except CheckpointError as error:
             raise CheckpointError(f"--load {error}, {OR_AUTO}") from error
+    # Only the newest that may be taken is compared; which are whole is seen at the start, by all ranks together.
     for directory in candidates:
         try:
             manifest = read_manifest(directory)
@@ -78,13 +78,9 @@ def check_load(config: ResolvedConfig) -> None:
 
 
 def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the checkpoint that a run starts from: the shape of its model; and of one that `--load` continues,
-    the fields whose default may be another than when it started: the same command continues the same training, whatever
-    the version.
-
-    `given`: values of the configuration's fields, from flags and file. Returns values by field; none without a
-    checkpoint, whose problems `check_load` reports.
-    """
+    """What a run takes from the checkpoint that it starts from: the shape of its model, and after `--load` the fields
+    whose default may be another than when it started: the same command continues the same training, whatever the
+    version. None where there is no checkpoint, whose problems `check_load` reports."""
     load = given.get("load")
     default = field_infos(TrainingConfig)["output_dir"].default
     run = (given.get("save") or given.get("output_dir", default)) if load == AUTO else load
@@ -211,17 +207,9 @@ def _check_files(directory: Location) -> None:
 
 
 def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str, *, way_out: str) -> None:
-    """Refuse a tokenizer that gives other ids than the one a checkpoint was trained with.
-
-    Args:
-        stored: that one's directory, verified; nothing is compared where the checkpoint has none.
-        path: of the other one, for the message.
-        way_out: what else to do, for the message.
-
-    Raises:
-        CheckpointError: they differ.
-        DataError: the checkpoint's cannot be read.
-    """
+    """Refuse a tokenizer that gives other ids than the one a checkpoint was trained with. `stored`: that one's
+    directory, verified; None: nothing is compared. `path` and `way_out`: for the message. Raises CheckpointError where
+    they differ, DataError where the checkpoint's cannot be read."""
     if stored is not None and not same_ids(load_tokenizer(stored), tokenizer):
         raise CheckpointError(
             f"--tokenizer {path} is not the one that {stored.parent} was trained with, and its ids mean other texts: "
@@ -233,6 +221,7 @@ def samples_of_run(config: ResolvedConfig) -> int:
     """Training samples from the first to the last that a run reads, those before its checkpoint included, and those
     that rollbacks may skip."""
     sizes, load, spare = config.batch_sizes, config.checkpoint.load, _skipped_at_most(config)
+    # The dataset must hold what rollbacks may skip as well.
     of_run = sizes.samples(config.training.train_iters)
     if load is None:
         return of_run + spare

@@ -35,6 +35,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
         return Choice(directory=None)
     run = location(config.checkpoint_dir if load == AUTO else load)
     if load != AUTO and (run / MANIFEST_NAME).is_file():
+        # A checkpoint that is named is taken as it is, also one in doubt: nothing else is tried in its place.
         return Choice(directory=read_together(run, world)[0])  # loading checks its files
     refused: list[str] = []
     names, missed = _candidates(run, world)
@@ -58,9 +59,7 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
 
 
 def _candidates(run: Location, world: Group) -> tuple[list[str], tuple[str, ...]]:
-    """The names of the run's checkpoints as the first rank sees them, and what it misses there. Only names are shared:
-    each rank opens the checkpoint under its path, which may differ between nodes, and `read_together` compares the
-    contents."""
+    """The names of the run's checkpoints as the first rank sees them, and what it misses there."""
     names, missed, problem = list[str](), tuple[str, ...](), None
     if world.is_first:
         try:
@@ -69,6 +68,7 @@ def _candidates(run: Location, world: Group) -> tuple[list[str], tuple[str, ...]
                 missed = (f"{run / POINTER_NAME} names {gone.name}, which is not there any more",)
         except CheckpointError as error:
             problem = error
+    # Only names are shared: paths may differ between nodes, and `read_together` compares the contents.
     names, missed, problem = all_gather_objects((names, missed, problem), world)[0]
     if problem is not None:
         raise problem
@@ -77,7 +77,7 @@ def _candidates(run: Location, world: Group) -> tuple[list[str], tuple[str, ...]
 
 def whole(directory: Location, world: Group, *, archived: bool = False) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
-    `world`: the ranks that call this together. `archived`: whether SHA-256 is taken as well."""
+    `archived`: SHA-256 is taken as well."""
     manifest, problem = None, None
     try:
         manifest = read_manifest(directory)

@@ -1,10 +1,9 @@
 """The errors of compressed sums in a checkpoint (zero/compressed.py): what messages left out, and the next will add.
 
-A worker error is of one replica, so its tensor has a further first dimension: the replicas. A server error belongs to a
-sum, and is a tensor like the optimizer's state. A run with as many replicas continues bit for bit. On another number of
-replicas each gets an equal share of all worker errors: their sum, which is what the next sum lacks, stays. Where sums
-are not sent on (ZeRO stage 1 and above), server errors join the worker errors. One replica alone sends nothing, and
-drops the errors.
+A worker error is of one replica, so its tensor has a further first dimension: the replicas. A server error is of a sum.
+As many replicas continue bit for bit. On another number each gets an equal share of all worker errors: their sum, which
+is what the next sum lacks, stays. Where sums are not sent on (ZeRO stage 1 and above), server errors join them. One
+replica alone sends nothing, and drops the errors.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def _of_replica(spec: ShardSpec, rank: int, replicas: int) -> ShardSpec:
 
 @torch.no_grad()
 def fill_errors(bucket: Bucket, read: Read, errors: Errors) -> None:
-    """Set the errors of a bucket's parameters to those of a checkpoint, or to 0 where it has none. `read`: gives a part
-    of a global tensor. `errors`: that there are to read."""
+    """Set the errors of a bucket's parameters to those of a checkpoint, or to 0 where it has none."""
     if (compressed := bucket.compressed) is None:
         return
     worker, server, replicas = compressed.worker_error.view(-1), compressed.server_error, bucket.group.size

@@ -1,13 +1,10 @@
 """A run's directory: which checkpoints it holds, in which order they were published, and which may go.
 
-Only names decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
-directory is never written again. Whatever has such a name was a checkpoint once: one without its manifest is damaged,
-not absent. A serial number in the manifest says which came last, whatever the steps and clocks.
-All that is unfinished, or on its way out, has `.tmp-` in its name, and is swept away by the next writer.
-
-An object store has no rename. There the files of a checkpoint lie under its name from the beginning, beside a mark
-whose name has `.tmp-`, which is the first to come and the last to go. The manifest is the last file to come and the
-first to go, in one piece: a directory with the mark and without a sealed manifest is unfinished, and no checkpoint.
+Only names decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already. Whatever has such
+a name was a checkpoint once: one without its manifest is damaged, not absent. All that is unfinished, or on its way
+out, has `.tmp-` in its name. An object store has no rename: there files lie under their last name from the beginning,
+beside a mark with `.tmp-`, the first to come and the last to go; with the mark and without a sealed manifest it is
+unfinished.
 """
 
 from __future__ import annotations
@@ -56,6 +53,7 @@ def published(run: L) -> list[L]:
     steps = [entry for entry in steps if serials[entry] is not None or not is_unfinished(entry)]
     return sorted(
         steps,
+        # The serial number says which came last, whatever the clocks: a later run may have ended at an earlier step.
         key=lambda entry: (serials[entry] is None, serials[entry] or 0, step_of(entry), entry.name),
         reverse=True,
     )
@@ -88,6 +86,7 @@ def sweep(run: Location) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         left = sorted(entry for entry in run.iterdir() if _UNFINISHED.fullmatch(entry.name))
         for entry in left:
+            # Nothing is deleted through a link.
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -117,6 +116,7 @@ def is_unfinished(directory: Location) -> bool:
 
 def remove(directory: RemotePath) -> None:
     """Delete a checkpoint of an object store that is marked: the manifest first, the marks last."""
+    # From here on it is no checkpoint, even if this process is killed before the rest is gone.
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     last = marks(directory)
     for path in (*(path for path in directory.files() if path not in last), *last):
@@ -140,16 +140,9 @@ def _sweep_remote(run: RemotePath) -> list[str]:
 
 
 def expired(run: L, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Location]) -> list[L]:
-    """The checkpoints that need not be kept, the oldest first.
-
-    What has a damaged manifest, or is a link out of the directory, is neither counted nor named; nor is the target of a
-    link.
-
-    Args:
-        keep_last: how many of the last published are kept; None keeps all.
-        keep_every: checkpoints of its multiples are kept.
-        protected: checkpoints that are kept in any case.
-    """
+    """The checkpoints that need not be kept, the oldest first. What has a damaged manifest, or is a link out of the
+    directory, is neither counted nor named; nor is the target of a link. `keep_last`: None keeps all. `keep_every`:
+    steps of its multiples are kept."""
     if keep_last is None:
         return []
     checkpoints = published(run)

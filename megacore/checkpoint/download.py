@@ -22,18 +22,9 @@ _CHUNK = 8 << 20  # bytes
 
 @contextlib.contextmanager
 def local_checkpoint(given: str, beside: Path) -> Iterator[Path]:
-    """Give the path of a checkpoint or a run: the given one, or that of a verified copy, which ends with the block.
-
-    A copy has the weights, their average and the tokenizer, and none of the optimizer's state.
-
-    Args:
-        given: a path or a URL.
-        beside: an existing directory with room for the copy.
-
-    Raises:
-        UserError: the URL cannot be read.
-        CheckpointError: it holds no checkpoint, or a damaged one.
-    """
+    """Give the path of a checkpoint or a run: the given one, or of a verified copy of a URL in the directory `beside`,
+    which ends with the block and has none of the optimizer's state. Raises UserError where the URL cannot be read,
+    CheckpointError where it holds no whole checkpoint."""
     if not is_url(given):
         yield Path(given)
         return

@@ -40,13 +40,11 @@ class Digests:
         self._bytes, self._sha256, self._xxh3 = 0, hashlib.sha256(), xxhash.xxh3_128()
 
     def update(self, part: bytes | memoryview) -> None:
-        """Take the next part of the file."""
         self._bytes += len(part)
         self._sha256.update(part)
         self._xxh3.update(part)
 
     def entry(self) -> FileEntry:
-        """The entry of a file of the parts so far."""
         return FileEntry(bytes=self._bytes, sha256=self._sha256.hexdigest(), xxh3_128=self._xxh3.hexdigest())
 
 
@@ -55,12 +53,14 @@ def open_regular(path: Location, *, buffering: int = -1) -> BinaryIO:
     is not."""
     if isinstance(path, RemotePath):
         return path.open()
+    # O_NOFOLLOW below looks at the last name only.
     if path.parent.name == TOKENIZER_DIRECTORY and path.parent.is_symlink():
         raise OSError(None, "its directory is a symbolic link, and a checkpoint has none", str(path))
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         what = "a symbolic link" if stat.S_ISLNK(mode) else "not a file"
         raise OSError(None, f"is {what}, and a checkpoint has only files", str(path))
+    # Again while it is opened: it may have been replaced since lstat.
     file: BinaryIO = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=buffering)  # noqa: SIM115
     return file
 
@@ -80,16 +80,9 @@ def verify(
     archived: bool = False,
     on_read: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Refuse a file that is not what the manifest says.
-
-    Args:
-        content: whether to read the file, or to compare only its size.
-        archived: whether to take its SHA-256 as well as its XXH3; without an XXH3 it is always taken.
-        on_read: called with the number of bytes of each part that is read.
-
-    Raises:
-        CheckpointError: it is missing, or its size or content differs.
-    """
+    """Refuse (CheckpointError) a file that is not what the manifest says. `content`: read it; else only its size
+    counts. `archived`: take SHA-256 beside XXH3; without an XXH3 it is always taken. `on_read`: gets the bytes of each
+    part."""
     digests: list[tuple[str, Any, str]] = []
     if expected.xxh3_128 is not None:
         digests.append(("XXH3", xxhash.xxh3_128(), expected.xxh3_128))
@@ -112,9 +105,8 @@ def verify(
 
 
 def verified_tokenizer(directory: Location, files: Mapping[str, FileEntry]) -> Path | None:
-    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says. Returns a directory that may
-    be read; None where the checkpoint has no tokenizer. Raises CheckpointError where a file is missing, damaged, or not
-    of the checkpoint."""
+    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says; None where it has none.
+    Raises CheckpointError."""
     refuse_unlisted(directory, files)
     listed = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
     for name in listed:
@@ -147,8 +139,8 @@ def _copied(directory: RemotePath, files: Mapping[str, FileEntry]) -> Path:
 
 
 def refuse_unlisted(directory: Location, names: Iterable[str]) -> None:
-    """Refuse files beside a checkpoint's tokenizer, which would be read instead of it. `names`: of the files that its
-    manifest has. Raises CheckpointError where there is one."""
+    """Refuse files beside a checkpoint's tokenizer that are not among the manifest's `names`: they would be read
+    instead of it."""
     stored = directory / TOKENIZER_DIRECTORY
     try:
         stored_names = (
@@ -162,6 +154,7 @@ def refuse_unlisted(directory: Location, names: Iterable[str]) -> None:
 
 def _digest(path: Location, *updates: Callable[[memoryview], None]) -> None:
     """Pass a file to all of `updates`, part by part, through memory that is reused."""
+    # Reused, as fresh memory of this size comes from the system page by page.
     memory = memoryview(bytearray(_CHUNK))
     with open_regular(path, buffering=0) as file:
         while count := file.readinto(memory):  # type: ignore[attr-defined]

@@ -34,16 +34,9 @@ _THREADS = 4  # that check files
 def load_checkpoint(
     directory: Location, manifest: Manifest, state: TrainingState, world: Group, *, with_optimizer: bool = True
 ) -> None:
-    """Fill this rank's weights and optimizer state, bit for bit.
-
-    Args:
-        manifest: its, as all ranks have read it together.
-        world: the ranks that load together, and share the checking of files.
-        with_optimizer: whether to read the optimizer's state; without it the optimizer begins anew.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
-    """
+    """Fill this rank's weights and optimizer state, bit for bit; the ranks of `world` share the checking of files.
+    Without `with_optimizer` the optimizer begins anew. Raises CheckpointError where a file is missing or damaged, or a
+    tensor is missing or of another shape, each by name."""
     _require_same_model(manifest, state.data_parallel.parameters, directory)
     updates = manifest.updates
     names = [kind.name for kind in state.optimizer.kinds]
@@ -70,18 +63,9 @@ def load_checkpoint(
 
 
 def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:
-    """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint.
-
-    Args:
-        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
-        world: the ranks that call this together.
-
-    Returns:
-        This rank's directory of the checkpoint, and the manifest.
-
-    Raises:
-        CheckpointError: a rank cannot read it, or reads another one than rank 0; on every rank, with the same text.
-    """
+    """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint. Returns this
+    rank's directory, and the manifest. Raises CheckpointError where a rank cannot read it, or reads another one than
+    rank 0; on every rank, with the same text."""
     directory, manifest, problem, read = path, None, None, ""
     try:
         directory = find_checkpoint(path)
@@ -114,14 +98,14 @@ def verified_together(
     kinds: Iterable[str] | None = None,
     archived: bool = False,
 ) -> str | None:
-    """Check a checkpoint's files against its manifest, each on one of the ranks. `world`: the ranks that call this
-    together. `kinds`: of tensors whose files are checked; None: every file. `archived`: whether SHA-256 is taken as
-    well. Returns what is wrong, the same on every rank; None where all is well."""
+    """Check a checkpoint's files against its manifest, each on one of the ranks; what is wrong, the same on every rank,
+    or None. `kinds`: of tensors whose files are checked; None: every file. `archived`: SHA-256 is taken as well."""
 
     kinds = None if kinds is None else tuple(kinds)
     tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
     used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
     names = manifest.files if kinds is None else used
+    # The largest first, round robin, so that the ranks get about equally many bytes.
     by_size = sorted(names, key=lambda name: (-manifest.files[name].bytes, name))
     share, problem = by_size[world.rank :: world.size], None
     progress = Progress(f"verifying {directory.name}", sum(manifest.files[name].bytes for name in share))
@@ -148,6 +132,7 @@ def check_header(path: Location, manifest: Manifest) -> None:
             for piece in entry.pieces:
                 if piece.file == path.name:
                     expected[name] = (getattr(torch, entry.dtype, None), _shape(piece))
+    # A header of a stranger's size would be parsed in full before a tensor is looked at.
     stored = read_header(path, largest=_HEADER_BYTES * (len(expected) + 1))
     actual = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
     if actual != expected:
@@ -170,9 +155,8 @@ def never_kept(manifest: Manifest) -> set[str]:
 def load_parameters(
     path: Location, parameters: Iterable[ShardedParameter], buffers: Mapping[str, Tensor] | None = None
 ) -> Manifest:
-    """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`.
-    `path`: a checkpoint, or a run's output directory, whose newest checkpoint is loaded. `buffers`: to fill where the
-    checkpoint has them, by global name."""
+    """Fill only parameters, in place, and `buffers` that the checkpoint has, by global name; else as `load_checkpoint`.
+    `path`: a checkpoint, or a run's output directory."""
     parameters = list(parameters)
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
@@ -181,6 +165,7 @@ def load_parameters(
         raise CheckpointError(problem)
     reader = Reader(directory, manifest)
     for parameter in parameters:
+        # Padding is not stored, and is 0.
         parameter.zero_()
         parameter.spec.unpadded(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
     buffers = buffers or {}
@@ -214,9 +199,9 @@ class Reader:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def read(self, kind: str, name: str, wanted: Slices, out: Tensor | None = None) -> Tensor:
-        """A slice of a global tensor, assembled from the pieces that overlap it. `kind`: `model`, or the optimizer's.
-        `wanted`: [start, stop) of every dimension. `out`: contiguous, of the slice's shape: is filled; None: a new
-        tensor of the stored dtype. Raises CheckpointError where the tensor is not there, or a file cannot be read."""
+        """The slice `wanted`, [start, stop) of every dimension, of a global tensor of a `kind`, `model` or the
+        optimizer's. `out`: contiguous, of the slice's shape; None: a new tensor of the stored dtype. Raises
+        CheckpointError."""
         entry = self._manifest.tensors[kind].get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory} has no {kind} of {name}")

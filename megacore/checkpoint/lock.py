@@ -24,14 +24,9 @@ _MOST_BYTES = 1 << 16  # of the lock's file
 
 
 class WriterLock:
-    """Holds a run's output directory from its making to `release`.
-
-    The file says who holds it, with a token that `sees_lock` looks for on other ranks. The file stays behind: only the
-    lock on it counts, so nothing that a dead process leaves is in the way.
-
-    `output_dir`: is made where it does not exist. Raises UserError where another process writes there, or the lock is
-    no regular file; OSError where the directory cannot be written.
-    """
+    """Holds a run's output directory, which is made if missing, from its making to `release`. The file stays behind:
+    only the lock on it counts, so nothing that a dead process leaves is in the way. Raises UserError where another
+    process writes there, or the lock is no regular file."""
 
     def __init__(self, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -71,6 +66,7 @@ class WriterLock:
         if not locked:
             self.warning = f"{self.path.parent} is on a file system without locks: let no other run write there"
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "token": self.token}) + "\n"
+        # Only now: until it is locked, the text is another run's.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
         os.fsync(descriptor)  # for the other nodes of a network file system
@@ -81,7 +77,6 @@ class WriterLock:
         return f"pid {said['pid']} on {said['host']!s:.64}" if known else "it does not say which"
 
     def release(self) -> None:
-        """Let others write there."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -89,17 +84,17 @@ class WriterLock:
 
 def lock_again(output_dir: Path) -> WriterLock | None:
     """Lock a directory that this process has held, where it was made again since; None: the lock is there. Raises
-    UserError where another process writes there now; OSError where the directory cannot be written."""
+    UserError where another process writes there now."""
     said = _said(output_dir)
+    # Read, not tried: a second lock on the file would find it taken, by this process.
     if (said.get("pid"), said.get("host")) == (os.getpid(), socket.gethostname()):
         return None
     return WriterLock(output_dir)
 
 
 def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
-    """Whether the directory is the one that is locked with this token, and not another of its name. `output_dir`: where
-    this rank is to write. `token`: of the lock that another rank holds. `patience`: seconds until a node of a network
-    file system has noticed a new file."""
+    """Whether the directory is the one that another rank has locked with this token, and not another of its name.
+    `patience`: seconds until a node of a network file system has noticed a new file."""
     deadline = time.monotonic() + patience
     while True:
         with contextlib.suppress(OSError):

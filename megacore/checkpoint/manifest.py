@@ -1,9 +1,6 @@
 """The manifest: what a checkpoint directory contains, down to each file's size and SHA-256 and each tensor's pieces.
-
-Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded. Its first line is
-the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its
-directory only, and it is parsed only if its size is in proportion.
-"""
+Plain JSON, read without torch. Its first line is the SHA-256 of all that follows. What it names is looked for in its
+directory only, and it is parsed only if its size is in proportion."""
 
 from __future__ import annotations
 
@@ -119,7 +116,6 @@ class Manifest:
         return {name: value for section in sections for name, value in section.items()}
 
     def to_json(self) -> str:
-        """The manifest's text, with its digest."""
         raw = asdict(self)
         for entry in raw["files"].values():
             if entry["xxh3_128"] is None:  # older manifests have only SHA-256
@@ -162,8 +158,7 @@ def way_to_a_checkpoint(path: Location) -> str:
 
 def find_checkpoint(path: L) -> L:
     """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory
-    and is not in doubt. Its manifest decides which was last, not its step: a later run in the same directory may have
-    ended at an earlier one. Whether it is whole is not looked at. Raises CheckpointError where there is none."""
+    and is not in doubt, whether it is whole or not. Raises CheckpointError where there is none."""
     if (path / MANIFEST_NAME).is_file():
         return path
     checkpoints = checkpoints_of(path)
@@ -184,8 +179,7 @@ def _is_in_doubt(directory: Location) -> bool:
 
 
 def checkpoints_of(run: L) -> list[L]:
-    """What `published` finds, for a reader. Raises CheckpointError where the directory cannot be listed: whether it
-    holds any is not known."""
+    """What `published` finds, for a reader: CheckpointError where that cannot be known."""
     try:
         return published(run)
     except OSError as error:
@@ -196,8 +190,8 @@ def checkpoints_of(run: L) -> list[L]:
 
 
 def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
-    """Parse a checkpoint's manifest. `text`: of the manifest that it shall have; None: what its file holds. Raises
-    CheckpointError where there is none, or it is damaged or of another version."""
+    """Parse a checkpoint's manifest, or the `text` that is to become it. Raises CheckpointError where there is none, or
+    it is damaged or of another version."""
     path = directory / MANIFEST_NAME
     try:
         raw = parse_json(_unsealed(_read(path) if text is None else text))
@@ -235,10 +229,9 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
 
 
 def marked_in_doubt(directory: Location) -> str:
-    """The text of a checkpoint's manifest with the mark that its weights are in doubt. All else is as it was
-    written, what another version may have added too. Raises CheckpointError where there is none, or it could not be
-    read again."""
+    """The text of a checkpoint's manifest with the mark that its weights are in doubt."""
     read_manifest(directory)
+    # Not from the parsed manifest: what a later version has added stays.
     raw = parse_json(_read(directory / MANIFEST_NAME))
     raw["counters"]["in_doubt"] = 1
     text = sealed(raw)
@@ -265,6 +258,7 @@ def _unsealed(text: bytes) -> bytes:
         raise ValueError(older)
     if not is_sealed(text):
         raise ValueError("its text does not have the SHA-256 of its first line: the file is damaged")
+    # Counted before parsing: a value takes dozens of bytes of memory, where two are enough to write it.
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
         raise ValueError(f"it has more than {_MOST_VALUES:,} values")
     return text
@@ -282,8 +276,7 @@ _KINDS = {dict: "an object", list: "a list", int: "a whole number", str: "a text
 
 
 def _take(raw: Any, key: str, kind: type, where: str = "") -> Any:
-    """`raw[key]`, which must be of a kind; `where` is the path to `raw`, for the message. Raises ValueError where it is
-    missing or of another kind."""
+    """`raw[key]`, which must be of a kind, or ValueError; `where` is the path to `raw`, for the message."""
     if not isinstance(raw, dict):
         raise ValueError(f"{where.rstrip('.') or 'the whole'} is not an object")
     if key not in raw:
@@ -322,7 +315,6 @@ def _counter(raw: Mapping[str, Any], name: str) -> float:
 
 
 def _numbers(series: Any, name: str) -> list[float]:
-    """A list of numbers of the trainer."""
     values: list[Any] = _take(series, name, list, "series.")
     if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
         raise ValueError(f"series.{name} is not a list of numbers")
@@ -371,6 +363,7 @@ def _piece(raw: Any, dimensions: int, where: str) -> Piece:
 
 def _own_name(name: str) -> str:
     """A file name that stays inside the directory, or inside its tokenizer's."""
+    # The files that a manifest names are read, so that none may lie elsewhere.
     last = name.removeprefix(f"{TOKENIZER_DIRECTORY}/")
     if "/" in last or "\\" in last or "\0" in last or last in ("", ".", "..", MANIFEST_NAME):
         raise ValueError(f"it names a file outside its directory: {name!r}")
@@ -406,12 +399,8 @@ def _require_facts(manifest: Manifest, directory: Location) -> None:
 
 
 def is_tiled(entry: TensorEntry) -> bool:
-    """Whether the pieces cover the tensor exactly: without a gap and without an overlap, in any number of dimensions.
-
-    The indicator function of a box is given by its corners, each with the sign (-1)^(number of upper ends). The pieces
-    cover every element exactly once if and only if their corners add up to those of the tensor: no piece need be
-    compared with another.
-    """
+    """Whether the pieces cover the tensor exactly, without a gap and without an overlap, in any number of
+    dimensions."""
     if not all(0 <= a < b <= n for p in entry.pieces for a, b, n in zip(p.start, p.stop, entry.shape, strict=True)):
         return len(entry.pieces) == 1 and _cut_dimensions(entry) == []  # a tensor without elements
     cut = _cut_dimensions(entry)
@@ -419,6 +408,8 @@ def is_tiled(entry: TensorEntry) -> bool:
         return len(entry.pieces) == 1
     if len(cut) > _MOST_CUT_DIMENSIONS:
         return False
+    # A box is known by its corners, each with the sign (-1)^(number of upper ends). Pieces cover every element exactly
+    # once if and only if their corners add up to the tensor's: no piece need be compared with another.
     corners: Counter[tuple[int, ...]] = Counter()
     for upper in itertools.product((False, True), repeat=len(cut)):
         sign = -1 if sum(upper) % 2 else 1
@@ -458,8 +449,7 @@ def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:
 
 
 def section_of(manifest: Manifest, directory: Location, name: str, kind: type[S]) -> S:
-    """A section of the configuration that the model was trained with. `directory`: the checkpoint, for the message.
-    Raises CheckpointError where there is none, or it cannot be."""
+    """A section of the configuration that the model was trained with. Raises CheckpointError."""
     try:
         section = kind(**manifest.config[name])
         problems = section.problems()

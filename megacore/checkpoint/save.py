@@ -1,12 +1,9 @@
 """Saving: every rank writes its slices once, the first rank adds the manifest and publishes the directory.
 
-A save is a few pieces of work, each done by every rank independently, with an agreement of all ranks after it: make the
-directory, copy the state, write the shards, publish. Whatever exception one rank's part raises becomes the same
-StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
---async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
-where they meet anyway, so that a slow or failing disk holds up no collective. A checkpoint is complete under its name
-or does not exist, and of an existing one only the manifest is ever replaced (`doubt`). storage.py writes it, into
-a directory or an object store.
+A save is a few pieces of work, each done by every rank independently, with an agreement of all after it: make the
+directory, copy the state, write the shards, publish. One rank's exception becomes the same StorageError on all of them.
+With --async-save the last two run in a thread, which does not communicate: the ranks agree in their main threads, where
+they meet anyway, so that a slow or failing disk holds up no collective. storage.py writes the files.
 """
 
 from __future__ import annotations
@@ -99,6 +96,7 @@ class Work:
         assert self._do is not None
         try:
             self.result = self._do()
+        # The rank that failed says why.
         except PeerFailed:
             self.problem = ""
         except Exception as error:
@@ -131,8 +129,8 @@ class _Job:
 
 
 class CheckpointSaver:
-    """Saves a run's state into its output directory; all ranks call each method together. `config`: resolved; stored in
-    every manifest. `loaded`: the checkpoint that the run continues from, which is never deleted."""
+    """Saves a run's state into its output directory; all ranks call each method together. `loaded`: the checkpoint that
+    the run continues from, which is never deleted."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Location | None = None) -> None:
         path = location(config.checkpoint_dir)
@@ -155,13 +153,9 @@ class CheckpointSaver:
         return self._job is not None and not self._job.work.is_done
 
     def begin(self, state: TrainingState) -> None:
-        """Start to save the state as it is now; `finish` or `advance` end it.
-
-        Replicated and tied tensors are written once, and the ranks of a replica group divide the writing.
-
-        `state`: this rank's view of the run. With --async-save it may change once this returns. Raises StorageError on
-        every rank, where one could not make the directory or copy its state.
-        """
+        """Start to save the state as it is now; `finish` or `advance` end it. With --async-save the state may change
+        once this returns. Raises StorageError on every rank, where one could not make the directory or copy its
+        state."""
         assert self._job is None
         first = self._mesh.world.is_first
         make = Work((lambda: self._run.begin(state.step)) if first else None, self._run.path, background=False)
@@ -208,18 +202,17 @@ class CheckpointSaver:
         return saved
 
     def abandon(self) -> None:
-        """Give up the save under way, without a word to the other ranks: they may be gone. What no rank can have
-        published, each removes once it writes no more, so that the last one leaves nothing."""
+        """Give up the save under way, without a word to the other ranks: they may be gone."""
         job, self._job = self._job, None
         if job is not None:
             job.work.join(_PATIENCE_SECONDS)
+            # What no rank can have published, each removes once it writes no more, so that the last one leaves nothing.
             if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
                 self._run.discard(job.temporary)
 
     def doubt(self, newest: Location) -> Marked:
-        """Mark the run's checkpoints whose weights have turned out to be of no use, and let the pointer name the last
-        that has others; only while no save is under way. `newest`: one of them. One of another run, or a link to one,
-        is left as it is."""
+        """Mark the run's checkpoints with the weights of `newest` as of no use, and let the pointer name the last that
+        has others; only while no save is under way. One of another run, or a link to one, is left as it is."""
         work = Work((lambda: self._mark(newest)) if self._mesh.world.is_first else None, newest, background=False)
         # The others end the run only when the first rank has marked all: it would not outlive them.
         marked, problem = all_gather_objects((work.result, work.problem), self._mesh.world)[0]
@@ -263,7 +256,6 @@ class CheckpointSaver:
         return [result for _, result in outcomes]
 
     def _raise_first_of(self, problems: list[str | None]) -> None:
-        """Raise what the first rank that has a problem says; the ranks' problems are in their order."""
         failed = [problem for problem in problems if problem is not None]
         if failed:
             reason = next((problem for problem in failed if problem), "a rank gave no reason")
@@ -279,6 +271,7 @@ class CheckpointSaver:
                 continue
             replicas = mesh.replica_group(spec.replica_role)
             load = loads.setdefault(spec.replica_role, [0] * replicas.size)
+            # Replicated and tied tensors are written once, by the replica that has least to write so far.
             writer = replicas.rank if is_own else load.index(min(load))
             load[writer] += 0 if is_own else tensor.numel()  # the same on every rank
             if writer != replicas.rank or problem is not None:
@@ -335,6 +328,7 @@ class CheckpointSaver:
             tensors=tensors,
             tokenizer=fingerprint,
         )
+        # What fails from here on is a note: the checkpoint is there.
         self._run.publish(job.temporary, job.final, manifest.to_json())
         notes = []
         if manifest.is_in_doubt:  # nothing is deleted for it

@@ -1,10 +1,6 @@
-"""What a checkpoint holds of a rank: tensors by (kind, global name), each with the slice of the global tensor that
-it is.
-
-Kinds are `model` for the fp32 weights and the names that the optimizer gives to its state (`exp_avg`, for example).
-What ZeRO divides over replicas is gathered here, and padding is left out, so that nothing written depends on the
-layout.
-"""
+"""What a checkpoint holds of a rank: tensors by (kind, global name), each with the slice of the global tensor that it
+is. Kinds are `model` for the fp32 weights and the optimizer's (`exp_avg`). What ZeRO divides over replicas is gathered,
+and padding is left out, so that nothing written depends on the layout."""
 
 from __future__ import annotations
 
@@ -56,14 +52,15 @@ class TrainingState:
 
     def entries(self) -> Iterator[Entry]:
         """The tensors of this rank's stages; the ranks of a replica group iterate together. A tensor may be the live
-        one: copy it to keep it while training continues. Raises PeerFailed where another rank of the replica group
-        could not prepare what is gathered next."""
+        one: copy it to keep it. Raises PeerFailed where another rank of the group could not prepare what is gathered
+        next."""
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
             for kind in (WEIGHTS, *self.optimizer.kinds):
                 if bucket.options.stage == 0:  # this rank has all of every parameter
                     tensors = self._live(bucket, kind)
                 else:
+                    # A rank without memory for the shard must say so before the others wait for it in the gather.
                     with all_or_none(bucket.group, bucket.parameters[0].device):
                         shard = bucket.master if kind is WEIGHTS else self._optimizer_shard(bucket, kind)
                     tensors = bucket.gather(shard)
@@ -76,16 +73,9 @@ class TrainingState:
             yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 
     def fill(self, read: Read, kinds: Sequence[StateKind], updates: int, errors: Errors = NO_ERRORS) -> None:
-        """Set everything that this rank updates, and publish the weights.
-
-        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
-
-        Args:
-            read: gives a part of a global tensor, in the given tensor or a new one.
-            kinds: the optimizer state that there is to read.
-            updates: updates that the optimizer has done, which its bias correction counts.
-            errors: of compressed sums that there are to read.
-        """
+        """Set everything that this rank updates, and publish the weights. `read` gives a part of a global tensor, in
+        the given tensor or a new one; `kinds` are the optimizer state that there is to read, after so many `updates`,
+        which bias correction counts; `errors` are those of compressed sums."""
         for bucket in self.data_parallel.buckets:
             fill_errors(bucket, read, errors)
         scratch = torch.empty(0)  # memory that every piece passes through: to ask for it anew takes longer than reading
@@ -93,6 +83,7 @@ class TrainingState:
             for local in self.data_parallel.segments_of(parameter.spec.name):
                 rows, width = _rows(local.segment, parameter.shape)
                 shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
+                # Only the rows that this rank updates are in memory, one piece of one tensor at a time.
                 if math.prod(shape) > scratch.numel():
                     scratch = torch.empty(math.prod(shape))
                 part = scratch[: math.prod(shape)].view(shape)

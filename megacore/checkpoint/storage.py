@@ -1,11 +1,8 @@
 """Where the checkpoints of a run are written: a directory, or a URL of an object store.
 
-Both publish a checkpoint in one step. In a directory that is the renaming of a finished one. An object store cannot
-rename: there the files lie under the checkpoint's name, marked as unfinished (directory.py), and its manifest, which is
-written last and whole, and has the digests of all other files and of itself, makes them a checkpoint.
-
-A shard is written and digested in one pass, each piece of it by two threads at once. `passing` names the points at
-which a save may be cut off: the tests end the process at each of them, and the next run must find its way.
+Both publish a checkpoint in one step: a directory is renamed once it is finished; in an object store the manifest makes
+the files a checkpoint (directory.py). `passing` names the points at which a save may be cut off: the tests end the
+process at each of them, and the next run must find its way.
 """
 
 from __future__ import annotations
@@ -67,13 +64,14 @@ def passing(point: str) -> None:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, Tensor], on_written: Count = lambda count: None) -> FileEntry:
-    """Write one safetensors file and make it durable, or write an object of an object store. `on_written`: called with
-    the number of bytes of each part of a tensor that is written. Raises OSError where it cannot be written."""
+    """Write one safetensors file, durably, or an object. `tensors`: in host memory. `on_written`: called with the
+    number of bytes of each part that is written. Raises OSError."""
     head = memoryview(header_of({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}))
     digests = Digests()
     with _new_file(path) as write, ThreadPoolExecutor(1) as digester:
         chunks = [head, *(chunk for tensor in tensors.values() for chunk in _chunks(tensor))]
         for number, chunk in enumerate(chunks):
+            # Written and digested at once, by two threads: the slower of them is the time that a save takes.
             digested = digester.submit(digests.update, chunk)
             write(chunk)
             digested.result()
@@ -105,8 +103,8 @@ def _chunks(tensor: Tensor) -> list[memoryview]:
 
 class LocalRun:
     """Checkpoints in a directory, each under a first name until it is published under its last one. All ranks write
-    files of tensors into an unfinished one (`write_tensors`); the rest is the first rank's. Every method raises OSError
-    for what cannot be written. `path`: of the directory, which is made if it is missing."""
+    files of tensors into an unfinished one (`write_tensors`); the rest is the first rank's. Every method raises
+    OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,11 +130,11 @@ class LocalRun:
         return files
 
     def publish(self, first: str, last: str, manifest: str) -> None:
-        """Add the manifest, and make the whole a checkpoint, in one step that survives a power failure. Raises OSError
-        where it cannot be renamed, or the name is taken."""
+        """Add the manifest, and make the whole a checkpoint, in one step that survives a power failure."""
         temporary, final = self.path / first, self.path / last
         _write_text(temporary / MANIFEST_NAME, manifest)
         passing("manifest written")
+        # The names of its files must be on the disk before its own is.
         sync(temporary)
         passing("before the rename")
         if os.path.lexists(final):
@@ -146,16 +144,15 @@ class LocalRun:
         passing("renamed")
 
     def point_to(self, name: str) -> None:
-        """Make the run's pointer name this checkpoint, in one step."""
         self._replace(self.path / POINTER_NAME, f"{name}\n")
         passing("pointer replaced")
 
     def replace_manifest(self, name: str, manifest: str) -> None:
-        """Give a checkpoint another manifest, in one step."""
         self._replace(self.path / name / MANIFEST_NAME, manifest)
 
     def _replace(self, path: Path, text: str) -> None:
         """Replace a file; what is half written lies in the run's directory, where the next writer sweeps."""
+        # Not beside `path`: what is half written lies where the next writer sweeps.
         temporary = self.path / temporary_name(POINTER_NAME)
         try:
             _write_text(temporary, text)
@@ -166,8 +163,8 @@ class LocalRun:
         sync(path.parent)
 
     def retire(self, name: str) -> None:
-        """Delete a checkpoint. It loses its name first, so that half of it is never taken for a whole one."""
         doomed = self.path / temporary_name(name)
+        # It loses its name first, so that half of it is never taken for a whole one.
         (self.path / name).rename(doomed)
         passing("retiring")
         for path in sorted(doomed.glob("*.safetensors"))[:1]:
@@ -176,8 +173,9 @@ class LocalRun:
         shutil.rmtree(doomed)
 
     def discard(self, name: str) -> None:
-        """Remove an unfinished checkpoint, as far as that is possible: it would take a full disk's last space."""
+        """Remove an unfinished checkpoint, as far as that is possible."""
         with contextlib.suppress(OSError):
+            # On a full disk it would take the last space.
             shutil.rmtree(self.path / name, ignore_errors=True)
 
 

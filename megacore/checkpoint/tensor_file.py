@@ -1,5 +1,5 @@
-"""Safetensors files, read and written a tensor at a time. Files are read with plain reads, not mapped: what was read
-once does not stay in this process's memory."""
+"""Safetensors files, read and written a tensor at a time, with plain reads: what was read once does not stay in memory,
+as mapped pages do."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | 
 
 
 def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -> Tensor:
-    """A slice of a tensor; no other bytes are read. `out`: contiguous, of the slice's shape and the stored dtype: is
-    filled; None: a new tensor."""
+    """A slice of a tensor; no other bytes are read. `out`: contiguous, of the slice's shape and the stored dtype; None:
+    a new tensor."""
     sizes = [stop - start for start, stop in where]
     values = torch.empty(sizes, dtype=DTYPES[tensor.dtype]) if out is None else out
     assert values.dtype == DTYPES[tensor.dtype] and list(values.shape) == sizes and values.is_contiguous()
@@ -94,8 +94,7 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 class TensorWriter:
-    """Writes a safetensors file, tensor by tensor in the announced order. `tensors`: name -> dtype and shape, of all
-    that will be written."""
+    """Writes a safetensors file, tensor by tensor in the announced order: name -> dtype and shape."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.path = path
@@ -104,7 +103,6 @@ class TensorWriter:
         self._file.write(header_of({name: (NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor."""
         expected, (dtype, shape) = self._waiting.pop(0)
         assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, dtype, shape), "tensors come as announced"
         self._file.write(_bytes(tensor.contiguous()))

@@ -46,12 +46,13 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # So that tensors begin at multiples of 8 bytes, as the library writes them.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(path: Location, *, largest: int = _LARGEST_HEADER) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. `largest`: bytes that the header may have. Raises CheckpointError
+    """The tensors of a safetensors file, by name; `largest`: bytes that the header may have. Raises CheckpointError
     where the file is not safetensors, or its header says what cannot be."""
     try:
         with path.open("rb") as file:
@@ -67,6 +68,7 @@ def read_header(path: Location, *, largest: int = _LARGEST_HEADER) -> dict[str, 
     header.pop("__metadata__", None)
     tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
+    # By size too: an empty tensor begins where the next one does.
     for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.bytes)):
         if tensor.start != end:
             what = "overlaps another tensor" if tensor.start < end else "leaves a gap before it"
