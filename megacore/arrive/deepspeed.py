@@ -384,7 +384,6 @@ def _one_cycle(value: Value) -> Translation:
 
 
 def _usual_momentum(value: Value) -> float:
-    """The momentum that stays as it is."""
     kind = optimizer_type(value)
     if kind in _WITHOUT_BETAS:
         return real(value.key("optimizer.params.momentum", 0.0 if kind == "sgd" else 0.95))

@@ -64,9 +64,8 @@ def initialize(
     output_dir: str | Path = "output",
     **engine: Any,
 ) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Any]:
-    """An engine for a model, from a DeepSpeed configuration; all ranks call this together.
-
-    The arguments are those of `deepspeed.initialize`. The process group is made where there is none.
+    """An engine for a model, from a DeepSpeed configuration; all ranks call this together. The process group is made
+    where there is none. The arguments are those of `deepspeed.initialize`.
 
     Args:
         args: whose `deepspeed_config` is the configuration, where `config` is not given.
@@ -78,11 +77,10 @@ def initialize(
         lr_scheduler: of torch's, or a function that makes one of the returned optimizer; None: that of the
             configuration. `step` steps it.
         mpu: None, because the configuration has the degrees.
-        config: a JSON file, or what one contains.
-        config_params: an older name of `config`.
+        config: a JSON file, or what one contains; `config_params` is an older name.
         loss: (output, targets) -> a scalar mean, for `train_batch` and `eval_batch`; None: a module's output is its
             loss.
-        output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        output_dir: of metrics.csv, the profile and W&B's files.
         engine: further arguments of `PipelineEngine`, such as `seed`, `watch` and `callbacks`.
 
     Returns:
@@ -201,9 +199,9 @@ class Engine:
             data_parallel.release_parameters(0)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Backward of a microbatch's mean loss. The step's gradient is the mean over its microbatches and replicas.
-        Returns the loss. Raises UserError where it is no scalar; or all microbatches of the step are there, and `step`
-        was not called."""
+        """Backward of a microbatch's mean loss, which is returned. The step's gradient is the mean over its
+        microbatches and replicas. Raises UserError where it is no scalar, or the step is complete and `step` was not
+        called."""
         self._require_module("backward")
         if not isinstance(loss, Tensor) or loss.dim():
             raise UserError("backward takes the loss of a microbatch, a scalar tensor")
@@ -328,16 +326,9 @@ class Engine:
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> bool:
-        """Publish a checkpoint of megacore's in a directory; all ranks call this together.
-
-        Args:
-            save_dir: the directory, in which the checkpoint becomes step_NNNNNNNN.
-            tag: a directory in it; None: none. `load_checkpoint` without a tag takes the one that was saved last.
-            client_state: what JSON can hold, to be returned by `load_checkpoint`.
-
-        Raises:
-            UserError: the directory is a URL.
-        """
+        """Publish a checkpoint of megacore's, step_NNNNNNNN of `save_dir`, or of its directory `tag`; all ranks call
+        this together. `load_checkpoint` without a tag takes the one that was saved last. `client_state`: what JSON can
+        hold. Raises UserError where the directory is a URL."""
         path = Path(str(self.pipeline.save(_local(save_dir) / (tag or ""))))
         if self.mesh.world.is_first:
             state = {"micro_steps": self.micro_steps, "client_state": dict(client_state or {})}
@@ -348,9 +339,9 @@ class Engine:
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint of any layout; all ranks call this together. `load_dir`: as given to
-        `save_checkpoint`. `tag`: likewise, whose newest checkpoint is loaded; None: that of the last `save_checkpoint`.
-        Returns the checkpoint's directory and the client's state; (None, {}) where there is no such directory."""
+        """Continue from a checkpoint of any layout; all ranks call this together. `tag`: None: that of the last
+        `save_checkpoint`. Returns the checkpoint's directory and the client's state; (None, {}) where there is no such
+        directory."""
         last = _local(load_dir) / _LAST_TAG
         if tag is None and last.is_file():
             tag = read_bounded(last, _MOST_STATE).decode()
@@ -407,7 +398,6 @@ class Engine:
         return self._settings.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a microbatch."""
         return self._settings.micro_batch_size
 
     def train_batch_size(self) -> int:
@@ -415,20 +405,18 @@ class Engine:
         return self._settings.micro_batch_size * self._settings.accumulation * self.mesh.batch.size
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next step."""
+        """Of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float:
-        """The gradient norm of the last step, before clipping."""
+        """Of the last step, before clipping."""
         return float(self.pipeline.grad_norm)
 
     @property
     def global_steps(self) -> int:
-        """Steps taken."""
         return self.pipeline.step
 
     def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO."""
         return self._settings.parallel.zero_stage
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -442,12 +430,10 @@ class Engine:
 
     @property
     def global_rank(self) -> int:
-        """This process's number."""
         return self.mesh.world.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.mesh.world.size
 
     def close(self) -> None:

@@ -36,8 +36,8 @@ class DeepSpeedKeys:
 
 
 def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -> DeepSpeedKeys:
-    """Reads a configuration, and every problem in it. `source`: a JSON file, or what one contains. `is_planned`: the
-    run is only planned, so that a search (autotuning) is what the caller does anyway."""
+    """A configuration, a JSON file or what one contains, and every problem in it. `is_planned`: the run is only
+    planned, so that a search (autotuning) is what the caller does anyway."""
     if isinstance(source, Mapping):
         return _read(source, "config", is_planned=is_planned)
     every = {name for key in all_keys().values() for name in key.fields}

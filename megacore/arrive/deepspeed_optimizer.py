@@ -47,7 +47,6 @@ class Schedule:
         return [self.rate(self._engine.global_steps + 1)]
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next step."""
         return self.get_last_lr()
 
     def rate(self, step: int) -> float:

@@ -54,9 +54,8 @@ class EngineSettings:
 def engine_settings(
     source: str | Path | Document, optimizer: torch.optim.Optimizer | None, model: Any
 ) -> EngineSettings:
-    """Translates a configuration for an engine. `source`: a JSON file, or what one contains. `optimizer`: of torch's,
-    whose settings hold where the configuration has none. `model`: for the sizes of its parameters. Raises ConfigError
-    with everything that has no counterpart."""
+    """Translates a configuration for an engine. `optimizer`: of torch's, whose settings hold where the configuration
+    has none. Raises ConfigError with everything that has no counterpart."""
     keys = read_deepspeed(source)
     document = keys.document
     given = Given(foreign=keys.settings, problems=keys.problems)
@@ -117,9 +116,8 @@ def engine_settings(
 
 
 def check_parameters(parameters: Any, model: nn.Module) -> None:
-    """Checks that the parameters to train are those of the model. `parameters`: tensors, or groups of them, as an
-    optimizer of torch's takes them. `model`: whose parameters with gradients are trained. Raises ConfigError where some
-    are left out, or groups have settings of their own."""
+    """The parameters to train, tensors or groups, must be all that the model trains. Raises ConfigError where some are
+    left out, or groups have settings of their own."""
     items = list(parameters)
     groups = [item for item in items if isinstance(item, dict)] or [{"params": items}]
     given = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}

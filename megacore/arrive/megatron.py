@@ -1,9 +1,6 @@
-"""What flags of Megatron-LM become whose value needs computing, by the names that rows of megatron.toml give.
-
-The rows have every flag of Megatron-LM that is not megacore's: translated, without effect, or refused with what to use
-instead. Flags with the same meaning are names and aliases of fields, and not listed there.
-docs/guides/coming-from-megatron.md shows the tables.
-"""
+"""What flags of Megatron-LM become whose value needs computing, by the names that rows of megatron.toml give. The rows
+have every flag that is not megacore's: translated, without effect, or refused with what to use instead. Flags with the
+same meaning are names and aliases of fields."""
 
 from __future__ import annotations
 
@@ -303,7 +300,7 @@ def _finetune(value: Value) -> Translation:
 
 
 def _content(value: Value, instead: str) -> str:
-    """The text of a file. Raises ValueError where it is no regular file of text."""
+    """The text of a regular file, or ValueError."""
     try:
         if problem := unreadable(value.value):
             raise ValueError(f"{value} {problem}: use {instead}")

@@ -89,8 +89,8 @@ def _leave_out_idle(flags: Given) -> None:
 
 
 def leave_out_unread(flags: Given, config: Config) -> None:
-    """Leaves out values of a command line with Megatron-LM's names that the model and the schedule do not use. `flags`:
-    the command line, after flags are translated. `config`: the configuration that it gives."""
+    """Leaves out values of a command line with Megatron-LM's names, once translated, that the model and the schedule do
+    not use."""
     if not names_of(flags):
         return
     for name, cause in config.model.idle_fields.items():

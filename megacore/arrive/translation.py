@@ -72,14 +72,8 @@ def _positive_number(value: Any) -> int | None:
 
 
 def translate_settings(given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
-    """Translates settings of other trainers that have the same meaning in another form.
-
-    Args:
-        given: what sets them. It receives the fields, and what is wrong with the settings.
-        values: the values by field that all sources set. A setting that contradicts them is refused.
-        config: the configuration of these values, for its number of layers and degrees.
-        world_size: the number of processes, for the number of replicas.
-    """
+    """Translates settings of other trainers that have the same meaning in another form into fields of `given`, or adds
+    what is wrong with them. A setting that contradicts `values`, which all sources set together, is refused."""
     sources = {name: flag_and_value(name, value) for name, value in values.items()}
     others = {name: text for name, _, text in (setting.source.partition(" ") for setting in given.foreign)}
     implied: dict[str, Any] = {}

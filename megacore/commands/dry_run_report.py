@@ -52,18 +52,9 @@ _COUNTED: dict[str, tuple[str, Origin]] = {
 
 
 def report_ranks(config: ResolvedConfig, cluster: Cluster, *, is_named: bool, as_json: bool) -> None:
-    """Take steps of every kind of rank and print what came of it.
-
-    Args:
-        config: resolved, for any number of ranks.
-        cluster: whose kind of device computes.
-        is_named: whether the job is for this cluster, so that the report says if it does not fit there.
-        as_json: print JSON when all are done.
-
-    Raises:
-        ConfigError: a setting cannot run on fake tensors.
-        UserError: a rank failed.
-    """
+    """Take steps of every kind of rank and print what came of it, as JSON when all are done. `cluster`: whose kind of
+    device computes. `is_named`: the job is for it, so that the report says if it does not fit there. Raises ConfigError
+    where a setting cannot run on fake tensors, UserError where a rank failed."""
     config = config.for_device(on_cpu=cluster.on_cpu)
     reports = run_ranks(config, on_cpu=cluster.on_cpu, workers=available_cores())
     plan = make_plan(config, cluster) if is_named else None
@@ -132,7 +123,6 @@ def _in_words(config: ResolvedConfig, report: RankReport) -> str:
 
 
 def _json(config: ResolvedConfig, plan: Plan | None, reports: Sequence[RankReport]) -> dict[str, Any]:
-    """All figures; with a plan, those of its cluster too."""
     ranks = [_figures(config, report) for report in reports]
     report = {**run_json(config, outline(config)), "layout": layout_json(config), "flags": layout_flags(config)}
     if plan is not None:

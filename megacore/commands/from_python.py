@@ -51,8 +51,7 @@ def pretrain_gpt(
         print(run.losses)
 
     `settings`: the flags of `pretrain_gpt.py`, with underscores: `tp=2` is --tp 2, `mock_data=True` is --mock-data.
-    Raises ConfigError with everything that is wrong with the settings and the files that they name; a ValueError;
-    TrainingStopped where the run diverges.
+    Raises ConfigError (a ValueError) with everything that is wrong with them; TrainingStopped where the run diverges.
     """
     config = read_config(_words(settings), prog="pretrain_gpt.py", exits=False)
     set_torch_defaults()
@@ -79,7 +78,6 @@ class _Records(Callback):
         self.records: list[Mapping[str, Any]] = []
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
-        """A step."""
         self.records.append(record)
 
     on_evaluate = on_log

@@ -15,9 +15,8 @@ from megacore.files import output_is_closed
 def report_with_pictures(
     pictures: Iterable[tuple[Path | None, Callable[[], Drawing]]], report: Callable[[], None]
 ) -> None:
-    """Write pictures, then print the report, whose reader may stop reading: `| head`. `pictures`: a file and what draws
-    it; None: no file was asked for. Raises UserError with pictures that could not be drawn or written; the others are
-    there, and the report is printed."""
+    """Write pictures, then print the report, whose reader may stop reading: `| head`. A file of None was not asked for.
+    Raises UserError with pictures that could not be drawn or written, after the rest."""
     problems = []
     for path, draw in pictures:
         if path is None:

@@ -487,8 +487,7 @@ def _with_defaults(
     args: argparse.Namespace, given: Mapping[str, Any], kind: type[Config], problems: list[str]
 ) -> list[str]:
     """The flags of the run, with those that runs of the software usually have, and mock data and a number of steps
-    where tools/plan.py is not given them; without those that the layouts of a search have and the layout that it begins
-    from may not."""
+    where tools/plan.py is not given them; without those that the layouts of a search may not have."""
     flags = without_fields(args.flags, (*OF_DEGREES, *OF_ONE_LAYOUT), kind) if args.search else list(args.flags)
     if lacks_recompute(args, given):  # which is refused; what else is wrong is still to be found
         flags += ["--recompute", "full"]

@@ -31,16 +31,9 @@ Reads = Callable[[argparse.Namespace], tuple[ResolvedConfig, Cluster]]
 
 
 def run_compare(args: argparse.Namespace, kind: type[Config], read: Reads) -> None:
-    """Plan every layout, and print them side by side.
-
-    Args:
-        args: of the command line. One layout is compared with the flags as given.
-        kind: of the configuration whose flags the trainer knows.
-        read: the configuration and the cluster of a command line.
-
-    Raises:
-        ConfigError: what is wrong with the run, with a layout, or with comparing them.
-    """
+    """Plan every layout, and print them side by side; one is compared with the flags as given. `read`: the
+    configuration and the cluster of a command line. Raises ConfigError with what is wrong with the run, a layout, or
+    comparing them."""
     given = args.compare if len(args.compare) > 1 else ["", *args.compare]
     runs, refused, notes = [], dict[str, list[str]](), list[tuple[str, str]]()
     for number, layout in enumerate(given):

@@ -49,7 +49,6 @@ class PlanParser(ToolParser):
         super().__init__(**settings)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """As argparse has it."""
         if (kind := settings.get("type")) is not None:
             settings["type"] = self._collecting(names[0], kind)
         return super().add_argument(*names, **settings)
@@ -94,7 +93,6 @@ class PlanParser(ToolParser):
         raise ConfigError([f"{flag}: {why}"])
 
     def names(self) -> frozenset[str]:
-        """The flags that this parser knows."""
         return frozenset(self._option_string_actions)
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
@@ -142,9 +140,8 @@ def dashed(word: str) -> str:
 
 
 def take_misspelled(args: argparse.Namespace, flags: Collection[str], kind: type[Config]) -> None:
-    """Report words that are flags neither of the planner nor of the trainer, where a flag of the planner is meant.
-    `args`: parsed; the flags are taken out of `flags`, and what they mean is added to `misspelled`. `kind`: of the
-    configuration whose flags the trainer knows."""
+    """Report words of `flags` that are flags neither of the planner nor of the trainer, where a flag of the planner is
+    meant, which is added to `misspelled`."""
     known = [*flags, *flags_by_name(kind)]
     refused = (said.partition(" is not a flag") for said in read_flags(args.flags, kind).problems)
     for flag in [first for first, is_unknown, _ in refused if is_unknown]:
@@ -166,8 +163,7 @@ def without(words: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def idle_flags(given: Collection[str], needs: Mapping[str, str], meant: Collection[str]) -> Iterator[str]:
-    """That a flag changes nothing without another. `needs`: flags by what they have no effect without. `meant`: flags
-    that were probably given too."""
+    """That a flag changes nothing without another, which `needs` has; `meant` were probably given too."""
     for flag, other in needs.items():
         if flag in given and other not in given and other not in meant:
             yield f"{flag} has no effect without {other}: add {other}, or leave it out"

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> ResolvedConfig:
-    """The configuration of a run, checked with all its inputs. `argv`: the words of the command line. `prog`: the name
-    of the program, for messages. `exits`: as for `parse_config`, which also has the errors."""
+    """The configuration of a run, checked with all its inputs; else as `parse_config`."""
     return parse_config(
         argv,
         prog=prog,
@@ -49,8 +48,7 @@ def train(
     products: Products | None = None,
     layers: DescribesLayers | None = None,
 ) -> Trainer:
-    """Pretrain a GPT on this rank of the mesh; arguments as for `trainer_of`. Returns what trained, after the last
-    step."""
+    """Pretrain a GPT on this rank of the mesh; returns what trained, after the last step."""
     trainer = trainer_of(config, mesh, callbacks=callbacks, products=products, layers=layers)
     trainer.run()
     return trainer
@@ -64,9 +62,8 @@ def trainer_of(
     products: Products | None = None,
     layers: DescribesLayers | None = None,
 ) -> Trainer:
-    """Supply what GPT pretraining consists of, a task and data. `mesh`: this rank's groups and device. `products`:
-    computes the matrix products of linear layers; None: torch does. `layers`: describes the model; None: `gpt_layers`
-    does."""
+    """Supply what GPT pretraining consists of, a task and data. `products`: computes the matrix products of linear
+    layers; None: torch does. `layers`: describes the model; None: `gpt_layers` does."""
     from megacore.commands.lr_range import range_test
     from megacore.models.gpt import gpt_layers
     from megacore.parallel.products import TORCH

@@ -74,7 +74,6 @@ class ToolParser(argparse.ArgumentParser):
         self.run_flag = flag
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it."""
         words = list(sys.argv[1:] if args is None else args)
         for empty in self.empty_flags(words):
             self.error(empty.said)
@@ -93,13 +92,11 @@ class ToolParser(argparse.ArgumentParser):
         return words
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it."""
         for contradiction in self.contradictions(sys.argv[1:] if args is None else args):
             self.error(contradiction)
         return super().parse_args(args, namespace)
 
     def empty_flags(self, words: Sequence[str]) -> Iterator[EmptyFlag]:
-        """The flags whose value is empty."""
         for place, word in enumerate(words):
             flag, equals, value = word.partition("=")
             action = self._option_string_actions.get(flag)
@@ -138,20 +135,13 @@ class ToolParser(argparse.ArgumentParser):
         return word.startswith("--") or word.partition("=")[0] in self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
         raise _Refusal(f"{message} (--help lists the flags)")
 
 
 def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[argparse.Namespace], None]) -> int:
-    """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status.
-
-    Args:
-        argv: The arguments; None takes them from the command line.
-        action: The tool. SIGTERM ends it as Ctrl-C does, so that it removes unfinished files.
-
-    Returns:
-        0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads the output.
-    """
+    """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status: 0 done, 2
+    refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads the output. `argv`: None: the
+    command line."""
     previous = _terminate_like_interrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid UTF-8

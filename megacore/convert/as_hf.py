@@ -1,9 +1,6 @@
 """Weights of other trainers as a directory of transformers, from where conversion goes on, with its proof by logits.
-
-Such weights come without a description of the model: `--like DIR` names a directory of transformers with one. Their
-names are transformers' or those of torchtitan's Llama, whose rotary embedding turns neighbouring pairs of rows; that of
-transformers turns the halves of a head.
-"""
+`--like DIR` names one that describes the model. Names are transformers' or those of torchtitan's Llama, whose rotary
+embedding turns neighbouring pairs of rows, where transformers' turns the halves of a head."""
 
 from __future__ import annotations
 
@@ -51,17 +48,9 @@ _CONSTANTS = ("freqs_cis", "rotary_emb.inv_freq")
 
 
 def write_hf(target: Path, tensors: Source, like: Path, where: str) -> None:
-    """Write a directory of transformers.
-
-    Args:
-        target: the directory, which does not exist.
-        tensors: by the names of transformers or of torchtitan's Llama, with or without a prefix.
-        like: a directory of transformers with the model's config.json; its tokenizer is taken too.
-        where: the tensors come from, for messages.
-
-    Raises:
-        CheckpointError: `like` has no config.json, or the names fit no model.
-    """
+    """Write a directory of transformers, which does not exist yet, from `tensors` by the names of transformers or of
+    torchtitan's Llama, with or without a prefix. `like`: has the model's config.json and tokenizer. Raises
+    CheckpointError where it has no config.json, or the names fit no model."""
     config = read_config(like)
     target.mkdir()
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
@@ -145,9 +134,8 @@ def _read_turned(read: Read, heads: int) -> Tensor:
 
 
 def export_dcp(source: Path, target: Path, names: str) -> None:
-    """Write the weights of a directory of transformers as a checkpoint of torch.distributed.checkpoint. `source`: the
-    directory, with one file of weights. `target`: to create the files in. `names`: torchtitan, for a Llama; or hf,
-    transformers' own. Raises CheckpointError where the model is no Llama as torchtitan has it."""
+    """Write the weights of a directory of transformers, in one file, as a checkpoint of torch.distributed.checkpoint.
+    `names`: torchtitan, for a Llama, else CheckpointError; or hf, transformers' own."""
     config = read_config(source)
     if names == "torchtitan":
         _require_titan(config)

@@ -1,9 +1,6 @@
-"""The proof that a conversion is right: transformers' model and megacore's compute the same logits.
-
-Both models are read back from the disk and run in fp32 on the same tokens. Neither is ever in memory whole: a parameter
-is read when an operator uses it and dropped when the operator is done, so that the largest model is checked in the
-memory of its largest tensor.
-"""
+"""The proof that a conversion is right: transformers' model and megacore's compute the same logits, in fp32, read back
+from the disk. Neither is ever in memory whole: a parameter is read when an operator uses it and dropped when that is
+done, so that the largest model is checked in the memory of its largest tensor."""
 
 from __future__ import annotations
 
@@ -59,9 +56,8 @@ class Agreement:
         )
 
     def require(self, tolerance: float, *, unknown: Sequence[str] = ()) -> None:
-        """Refuse models that differ. `tolerance`: relative to the largest logit or to 1. `unknown`: fields of
-        config.json that megacore does not know, which may be the reason. Raises CheckpointError where logits differ by
-        more than the tolerance, relative to the largest one or to 1."""
+        """Refuse (CheckpointError) models that differ by more than the tolerance, relative to the largest logit or to
+        1. `unknown`: fields of config.json that megacore does not know, which may be the reason."""
         allowed = tolerance * max(1.0, self.largest)
         if not self.difference <= allowed:  # NaN is not
             raise CheckpointError(
@@ -81,19 +77,10 @@ def compare(
     averaged: bool = False,
     layers: DescribesLayers = gpt_layers,
 ) -> Agreement:
-    """Read both sides and run both models.
-
-    Args:
-        tokens: [1, s] token ids.
-        rounded: the directory's dtype where the checkpoint was rounded to it.
-        ignored: fields of config.json that the conversion left out. transformers reads them.
-        averaged: whether the directory has the average of the checkpoint's weights.
-        layers: describes the checkpoint's model, if it is a GPT.
-
-    Raises:
-        CheckpointError: a side cannot be read.
-        UserError: transformers is not installed.
-    """
+    """Read both sides and run both models on `tokens`, [1, s]. `rounded`: the directory's dtype where the checkpoint
+    was rounded to it. `ignored`: fields of config.json that the conversion left out, and transformers reads.
+    `averaged`: the directory has the average of the checkpoint's weights. Raises CheckpointError where a side cannot be
+    read."""
     theirs = _their_logits(open_model(hf, ignored), tokens)
     ours = our_logits(CheckpointTensors(checkpoint, averaged=averaged), tokens, rounded, layers)
     return _agreement(theirs, ours, tokens)
@@ -116,9 +103,8 @@ def _agreement(theirs: list[Tensor], ours: list[Tensor], tokens: Tensor) -> Agre
 
 
 def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | None) -> Tensor:
-    """Token ids to compare on, [1, s]. `tokenizer`: a directory that may hold a tokenizer; without one the text's bytes
-    are the tokens. `file`: a text; None: a built-in one. Raises DataError where the text cannot be read, or has too few
-    tokens."""
+    """Token ids to compare on, [1, s], of a text or a built-in one. Without a tokenizer the text's bytes are the
+    tokens. Raises DataError where the text cannot be read, or has too few tokens."""
     text = TEXT
     if file is not None:
         try:
@@ -185,17 +171,8 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
 def our_logits(
     tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None, layers: DescribesLayers = gpt_layers
 ) -> list[Tensor]:
-    """Those that the model of a checkpoint computes in fp32, and those of its sentence task where there is one.
-
-    Args:
-        tensors: of the checkpoint, read layer by layer.
-        tokens: [1, s].
-        rounded: the type that weights are rounded to before; None: as they are.
-        layers: describes the layers of the model.
-
-    Returns:
-        [s, vocabulary], and [classes] of a sentence task.
-    """
+    """Logits [s, vocabulary] of a checkpoint's model in fp32 on tokens [1, s], and [classes] of a sentence task.
+    `rounded`: the type that weights are rounded to before; None: as they are."""
     config = tensors.config
     with _parameters_on_meta():
         stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert, layers=layers)).eval()
@@ -226,14 +203,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _their_model(model: HFModel) -> Any:
-    """The model that transformers' from_pretrained builds from a directory, its parameters left on the disk.
-
-    It is handed a hollow tensor for each stored one: of the same name and shape, but one number in memory, which
-    identifies it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing or
-    unexpected, as when a user loads the directory.
-
-    Raises CheckpointError where transformers would load another model than the one that is stored.
-    """
+    """The model that transformers' from_pretrained builds from a directory, its parameters left on the disk. Raises
+    CheckpointError where transformers would load another model than the one that is stored."""
     transformers = _transformers()
     stored = list(model.directory.tensors.values())
     try:
@@ -243,6 +214,9 @@ def _their_model(model: HFModel) -> Any:
     except Exception as error:  # its checks of config.json raise errors of many kinds
         raise CheckpointError(f"transformers cannot load {model.directory.path}: {_first_line(error)}") from None
     try:
+        # A hollow tensor for each stored one: of the same name and shape, but one number in memory, which identifies
+        # it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing, as when
+        # a user loads the directory.
         twin, info = getattr(transformers, model.family.class_of(model.bert)).from_pretrained(
             None,
             config=config,

@@ -34,16 +34,9 @@ TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype
 
 
 class CheckpointTensors:
-    """The weights of a checkpoint, whose files are verified before they are read.
-
-    Args:
-        path: a checkpoint, or a run's output directory.
-        averaged: read the average of the weights (--ema-decay) in place of the weights.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, the manifest does not describe a model, or there is no
-            average.
-    """
+    """The weights of a checkpoint or a run's newest, or with `averaged` their average (--ema-decay), verified before
+    they are read. Raises CheckpointError where a file is damaged, the manifest does not describe a model, or there is
+    no average."""
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.directory = find_checkpoint(path)
@@ -73,7 +66,6 @@ class CheckpointTensors:
         return {name: tuple(entry.shape) for name, entry in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is stored."""
         dtypes = {DTYPES[stored.dtype] for _, stored in self._pieces(name)}
         if len(dtypes) != 1:
             raise CheckpointError(f"{self.directory}: {name} is stored in several dtypes or not at all")
@@ -131,9 +123,8 @@ def shards(types_of: TensorTypes, most_bytes: int) -> list[dict[str, tuple[torch
 def write_shards(
     directory: Path, stem: str, types_of: TensorTypes, tensors: Iterator[tuple[str, Tensor]], *, most_bytes: int
 ) -> dict[str, str]:
-    """Write tensors into safetensors files, each as it comes. `stem`: the files' name: `model` gives model.safetensors,
-    or model-00001-of-00003.safetensors. `types_of`: dtype and shape of all tensors, in the order in which they come.
-    Returns name of each tensor -> its file."""
+    """Write tensors, in the order of `types_of`, into model.safetensors, or model-00001-of-00003.safetensors for the
+    `stem` model; the file of each tensor."""
     files = shards(types_of, most_bytes)
     file_of: dict[str, str] = {}
     with Progress("converting", len(types_of), unit="tensors") as progress:
@@ -158,15 +149,9 @@ def write_weights(
     tokenizer: str | None = None,
     buffers: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint with only weights, at step 0, from which a run starts.
-
-    Args:
-        config: of a run with the model.
-        types_of: dtype and shape of all tensors, in the order in which they come.
-        others: further files of the directory, to list in the manifest.
-        tokenizer: fingerprint of the tokenizer among them.
-        buffers: names of tensors that are no weights.
-    """
+    """Write a checkpoint with only weights, at step 0, from which a run starts. `types_of`: of all tensors, in the
+    order in which they come. `others`: further files, to list in the manifest. `tokenizer`: fingerprint of the one
+    among them. `buffers`: names of tensors that are no weights."""
     where = write_shards(directory, "model", types_of, tensors, most_bytes=most_bytes)
     entries = {
         name: TensorEntry(

@@ -270,7 +270,6 @@ def _tensors(value: Any, path: Path) -> list[Tensor]:
 def _of_stage_2(
     groups: Sequence[Mapping[str, Any]], parts: Sequence[Sequence[Tensor]], path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each group is one flat tensor, padded at its end, of which every rank has a part."""
     for number, group in enumerate(groups):
         if any(number >= len(part) for part in parts):
             raise CheckpointError(f"{path} has {len(groups)} groups of parameters, and ranks with fewer")
@@ -293,7 +292,6 @@ def _of_stage_2(
 def _of_stage_3(
     groups: Sequence[Mapping[str, Any]], parts: Sequence[Sequence[Tensor]], path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every rank has a part of each parameter, of equal size, padded; one after the other."""
     ranks, offset = [torch.cat(list(part)) for part in parts], 0
     for group in groups:
         for name, shape in group.items():

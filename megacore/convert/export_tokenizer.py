@@ -27,9 +27,8 @@ class ExportTokenizer:
 
 
 def export_tokenizer(tensors: CheckpointTensors, like: Path | None) -> ExportTokenizer:
-    """Choose and verify a tokenizer. `like`: a directory of transformers whose files to take over. Raises
-    CheckpointError where a file of the checkpoint's is damaged, or `like` has another tokenizer; DataError where a
-    tokenizer cannot be read."""
+    """Choose and verify a tokenizer, of the checkpoint or of the directory `like`. Raises CheckpointError where the
+    checkpoint's is damaged or another one, DataError where a tokenizer cannot be read."""
     kept = _tokenizer_of_checkpoint(tensors)
     if like is None:
         return kept

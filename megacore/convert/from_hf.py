@@ -49,7 +49,7 @@ class HFModel:
     ignored: tuple[str, ...]  # fields of its config.json that are left out
 
     def read(self, step: Step) -> Tensor:
-        """One of megacore's tensors, whole, in the dtype that it is stored in."""
+        """One of megacore's tensors, whole, in the stored dtype."""
         return step.assemble(lambda source: read_tensor(self.stored.tensors[step.theirs[source]]))
 
 

@@ -1,9 +1,5 @@
-"""A directory of Hugging Face transformers, as a stranger may have made it: nothing in it is run, and nothing outside
-it is read.
-
-Weights are read only from safetensors. Names in the index must be plain file names, and links must stay inside the
-directory (or inside the hub cache that it belongs to). Everything is checked before the first tensor is read.
-"""
+"""A directory of Hugging Face transformers, as a stranger may have made it: nothing in it is run, nothing outside it is
+read, and everything is checked before the first tensor is read. Weights are read only from safetensors."""
 
 from __future__ import annotations
 
@@ -53,7 +49,6 @@ class HFDirectory:
 
     @property
     def where(self) -> str:
-        """The path of config.json, for messages."""
         return str(self.path / CONFIG)
 
 
@@ -107,6 +102,7 @@ def inside(directory: Path, name: str) -> Path:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):
         raise CheckpointError(f"{path} is missing") from None
+    # After links are followed: a link to, say, a key file would be copied into the export.
     if not any(target.is_relative_to(root) for root in _roots(directory.resolve())):
         raise CheckpointError(
             f"{path} is a link that leads out of the directory: copy the directory with its links followed (cp -rL), "

@@ -69,7 +69,6 @@ class MegatronModel:
             yield name, whole.float() if name in self.buffers else whole
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which a tensor is stored."""
         if name in self.buffers:
             return torch.float32
         return self.merged[_merged_name(stacked_names(name, self.shapes[name])[0])].parts[0].dtype
@@ -103,17 +102,14 @@ class MegatronModel:
 
 
 def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
-    """Look at a checkpoint of Megatron-LM's, in the torch or the torch_dist format. `path`: an iter_NNNNNNN directory,
-    or the one above it. `vocab_size`: the vocabulary's true size; None: as its args say, and else with its padding.
-    Raises CheckpointError with what megacore cannot load, or cannot represent exactly."""
+    """Look at a checkpoint of Megatron-LM's, torch or torch_dist: an iter_NNNNNNN directory, or the one above it.
+    `vocab_size`: the true size; None: as its args say, and else with padding. Raises CheckpointError."""
     files = open_torch_dist(path) if is_torch_dist(path) else open_ranks(path)
     return merge(files, path, vocab_size)
 
 
 def merge(files: list[list[RankFile]], path: Path, vocab_size: int | None = None) -> MegatronModel:
-    """A model from what its ranks have. `files`: of all ranks, [pp][tp]. `vocab_size`: the vocabulary's true size;
-    None: as its args say, and else with its padding. Raises CheckpointError with what megacore cannot load, or cannot
-    represent exactly."""
+    """A model from what its ranks have, [pp][tp]; else as `open_megatron`."""
     first = files[0][0]
     merged: dict[str, _Merged] = {}
     copies: list[list[Tensor]] = []
@@ -155,7 +151,6 @@ def _require_alike(stage: list[RankFile], first: RankFile) -> None:
 
 
 def _take(rank: RankFile, files: list[list[RankFile]], merged: dict[str, _Merged], copies: list[list[Tensor]]) -> None:
-    """Note a rank's tensors under megacore's names."""
     for number, chunk in enumerate(rank.chunks):
         offset = _layers_before(rank, files, number)
         for name, tensor in _one_by_one(rank, chunk):

@@ -22,9 +22,8 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "
 
 
 def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> ResolvedModel:
-    """The model of a checkpoint, resolved. `padded`: rows of its embedding, with padding. `vocab_size`: the
-    vocabulary's size if the user gave it. Raises CheckpointError with everything that megacore cannot represent
-    exactly, by flag."""
+    """The model of a checkpoint, resolved. `padded`: rows of its embedding. `vocab_size`: None: the user gave none.
+    Raises CheckpointError with everything that megacore cannot represent exactly, by flag."""
     problems: list[str] = []
     fields = read_fields(args, ModelConfig, problems)
     said = args.get("vocab_size")

@@ -1,8 +1,6 @@
-"""Mixtures of experts in Megatron core's checkpoints: what their flags mean, and the matrices of each expert.
-
-A rank's experts are stored one by one (`local_experts.0.linear_fc1.weight`), one by one in a layer of all of them
-(`linear_fc1.weight0`), or as two matrices of all of them (`weight1`, `weight2`); in the torch_dist format those of all
-ranks are one tensor (`experts.linear_fc1.weight`).
+"""Mixtures of experts in Megatron core's checkpoints. A rank's experts are stored one by one
+(`local_experts.0.linear_fc1.weight`, or `linear_fc1.weight0`), or as two matrices of all of them (`weight1`,
+`weight2`); in the torch_dist format those of all ranks are one tensor (`experts.linear_fc1.weight`).
 
 Legend: E experts of a rank, h hidden size, f inner width of an expert on a rank, g 2 for a gated activation, else 1.
 """
@@ -30,9 +28,8 @@ _OF_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
 def expert_matrices(chunk: Mapping[str, Tensor], first: int, held: int, hidden: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a rank's stage, every matrix of an expert apart as `...mlp.experts.N.linear_fcK.weight`. `chunk`:
-    the tensors by Megatron core's names. `first`: number of the rank's first expert, from which N counts. Raises
-    ValueError where a tensor of several experts has a size that is no multiple of their number."""
+    """The tensors of a rank's stage, every matrix of an expert apart as `...mlp.experts.N.linear_fcK.weight`, N counted
+    from `first`. Raises ValueError where a tensor of several experts has a size that is no multiple of their number."""
     for name, tensor in chunk.items():
         if match := _ONE.fullmatch(name) or _NUMBERED.fullmatch(name):
             yield _name(match, first + int(match["n"])), tensor

@@ -42,9 +42,8 @@ class RankFile:
 
 
 def open_ranks(path: Path) -> list[list[RankFile]]:
-    """The files of all ranks, [pp][ep tp]: those of the first expert-parallel rank, then those of the next one. `path`:
-    an iter_NNNNNNN directory, or the directory that holds it and says which is the latest. Raises CheckpointError where
-    files are missing, or hold what megacore does not load."""
+    """The files of all ranks, [pp][ep tp]: those of the first expert-parallel rank, then those of the next one. Raises
+    CheckpointError where files are missing, or hold what megacore does not load."""
     directory = iteration_directory(path)
     found: dict[tuple[str, ...], Path] = {}
     for entry in sorted(directory.iterdir()):

@@ -38,8 +38,8 @@ _WRITTEN = {ours: (split, names) for table in _OURS for ours, split, names in _t
 
 
 def our_name(theirs: str, *, in_block: bool) -> tuple[str, Split] | None:
-    """megacore's name of a tensor, and how tensor-parallel ranks split it; None: it has none. `theirs`: its name, in a
-    block without what precedes it. `in_block`: whether it belongs to a block."""
+    """megacore's name of a tensor, and how tensor-parallel ranks split it; None: it has none. In a block, `theirs` is
+    without what precedes it."""
     number = _NUMBER.search(theirs)
     found = _OURS["block" if in_block else "model"].get(_NUMBER.sub("{n}", theirs))
     if found is None or number is None:

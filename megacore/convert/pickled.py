@@ -1,12 +1,8 @@
 """Reads the pickles of other trainers' checkpoints without running what they say, and writes such files.
 
-`load` is for files of torch.save: torch's restricted loader takes tensors, numbers, texts and containers, and refuses
-everything else. `unpickle` is for the index of torch.distributed.checkpoint, which is a plain pickle: it makes only
-what it is told to. In both an inert class replaces each name that such files mention and nobody here needs (random
-states, enumerations, settings), so that none of their code runs.
-
-Before anything is built, the commands of a pickle are followed with sizes in place of values (`_require_modest`): a few
-bytes can describe a value that is walked for ever, or that is nested too deep for the interpreter's stack.
+`load` takes what torch's restricted loader does, of files of torch.save; `unpickle` takes a plain pickle, the index of
+torch.distributed.checkpoint. An inert class stands for each name that such files mention and nobody here needs, so that
+none of their code runs. Before anything is built, a pickle's commands are followed with sizes in place of values.
 """
 
 from __future__ import annotations
@@ -75,9 +71,9 @@ class Record:
 
 
 def load(path: Path, *, deepspeed: bool = False) -> Any:
-    """What torch.save wrote, with argparse.Namespace, in which Megatron-LM keeps its flags; only tensors that are used
-    are brought into memory, where the file's form allows it. `deepspeed`: it may mention DeepSpeed's names of
-    pickles.toml too, beside Megatron-LM's. Raises CheckpointError where it mentions anything else, or is damaged."""
+    """What torch.save wrote, with argparse.Namespace, in which Megatron-LM keeps its flags, and with `deepspeed`
+    DeepSpeed's names of pickles.toml; tensors are read when they are used, where the file's form allows it. Raises
+    CheckpointError where it mentions anything else, or is damaged."""
     unneeded = NAMES["megatron"] + (NAMES["deepspeed"] if deepspeed else [])
     known: list[Any] = [argparse.Namespace, *((Inert, name) for name in unneeded)]
     try:
@@ -180,6 +176,7 @@ class _Bounded:
 def _require_modest(file: BinaryIO) -> None:
     """Refuse a pickle that takes much more than its own size to build, to hash or to walk through. `file`: at the
     pickle's beginning; afterwards at its end. Raises ValueError where it would, or it is damaged."""
+    # A few bytes can describe a value that is walked for ever, or nested too deep for the interpreter's stack.
     stack, marks, memo = list[_Size](), list[int](), dict[int, _Size]()
     single, again, start = _Size(1), 0, file.tell()
     for command, argument, place in pickletools.genops(cast(BinaryIO, _Bounded(file))):
@@ -250,11 +247,12 @@ def load_tensor(data: bytes, where: str) -> Tensor:
 
 
 def unpickle(path: Path, known: Mapping[str, Any]) -> Any:
-    """What a plain pickle describes. `known`: what the names in it make: `torch.Size` -> tuple. Any other name is
-    refused. No functions, and classes only if built in or with `__setstate__`: a pickle can set attributes of other
-    objects that it is given. Raises CheckpointError where it has another name, or is damaged."""
+    """What a plain pickle describes. `known`: what the names in it make: `torch.Size` -> tuple; another name is
+    refused (CheckpointError). No functions, and classes only if built in or with `__setstate__`: a pickle can set
+    attributes."""
     data = read_bounded(path, _MOST_INDEX)
 
+    # The pickle decides which names are looked up, so that the answer comes from a table and never from an import.
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             full = f"{module}.{name}"

@@ -101,11 +101,9 @@ class StackedStep(Step):
     """One tensor of megacore's, [E, r, c], that stacks those of the experts."""
 
     def shape_of(self, source: int) -> tuple[int, ...]:
-        """The shape of one of theirs."""
         return self.shape[1:]
 
     def assemble(self, read: Callable[[int], Tensor]) -> Tensor:
-        """Megacore's tensor; `read` gives theirs by number, one at a time."""
         result: Tensor | None = None
         for source in range(len(self.theirs)):
             tensor = read(source)
@@ -115,11 +113,9 @@ class StackedStep(Step):
         return result
 
     def take_apart(self, whole: Tensor, source: int, theirs: Tensor) -> None:
-        """Write what megacore's tensor has of one of theirs into it."""
         theirs.copy_(whole[source])
 
     def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
-        """The slice of megacore's tensor that a rank holds, in fp32; arguments as for `Step`."""
         (first, last), *inner = spec.slices
         result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
         for number, name in enumerate(self.theirs[first:last]):
@@ -283,9 +279,9 @@ class StoredTensors:
 def find_tensors(
     plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
 ) -> StoredTensors:
-    """Find every tensor of a plan among the stored ones, and nothing besides. `stored`: what there is, by stored name.
-    `untied`: whether the model's output layer is not its embedding. Raises CheckpointError where tensors are missing,
-    unknown, of another shape, or of several dtypes where they become one."""
+    """Find every tensor of a plan among the stored ones, and nothing besides. `untied`: the output layer is not the
+    embedding. Raises CheckpointError where tensors are missing, unknown, of another shape, or of several dtypes where
+    they become one."""
     wanted = their_shapes(plan)
     result = StoredTensors(tensors={}, names={}, left_out=[], copies={})
     repeated = family.unused if untied else family.ties

@@ -12,8 +12,7 @@ _BERT_ROLES = ("cls", "sep", "mask")
 
 
 def special_ids(tokenizer: Tokenizer | None, vocab_size: int, *, bert: bool) -> dict[str, int | None]:
-    """The fields of config.json. `tokenizer`: the one that lies beside it, if there is one. `vocab_size`: of the model,
-    beyond which there is no id. `bert`: whether the model uses the tokens that only a BERT has."""
+    """The fields of config.json: ids below `vocab_size`; `bert`: with the tokens that only a BERT has."""
     ids: dict[str, int | None] = dict.fromkeys(("bos", "eos", "pad", *(_BERT_ROLES if bert else ())))
     if tokenizer is not None:
         ids |= {"bos": tokenizer.bos, "eos": tokenizer.eod}

@@ -1,8 +1,5 @@
-"""`--init-from-hf`: a run that starts from a directory of transformers, without a checkpoint between.
-
-The model's shape comes from config.json, before torch is loaded; flags may repeat it, not contradict it. Each rank then
-reads its slices.
-"""
+"""`--init-from-hf`: a run that starts from a directory of transformers, without a checkpoint between. The model's shape
+comes from config.json, before torch is loaded; flags may repeat it, not contradict it."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ def ignored_fields(text: str | None) -> tuple[str, ...]:
 
 
 def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's fields as the directory of `--init-from-hf` has them, where one is given. `given`: values of the
-    configuration's fields, from flags and file. Raises CheckpointError where its config.json cannot be read, or
-    megacore cannot represent it exactly."""
+    """The model's fields as the directory of `--init-from-hf` has them, where the given values have one. Raises
+    CheckpointError where its config.json cannot be read, or megacore cannot represent it exactly."""
     path = given.get("init_from_hf")
     if not isinstance(path, str) or not os.path.isdir(path):  # missing_files says so
         return {}
@@ -76,9 +72,8 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
 
 
 class WeightsFromHF:
-    """Initial weights from a directory of transformers (`megacore.models.initialize.InitialWeights`). `ignored`: fields
-    of config.json to leave out. Raises CheckpointError where the directory does not hold what its config.json
-    describes."""
+    """Initial weights from a directory of transformers (`megacore.models.initialize.InitialWeights`), each rank's
+    slices. Raises CheckpointError where it does not hold what its config.json describes."""
 
     def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
         from megacore.convert.from_hf import open_model
@@ -87,14 +82,12 @@ class WeightsFromHF:
         self._steps = {step.ours: step for step in self._model.plan}
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Give a rank's named parameters their values, in place."""
         for parameter in parameters:
             values = self._steps[parameter.spec.name].slice(parameter.spec, self._model.stored.tensors)
             parameter.data.zero_()
             parameter.spec.unpadded(parameter.data).copy_(values)
 
     def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Give what is no parameter its values, in place, by global name, where the directory has them."""
         for name, buffer in buffers.items():
             if name in self._steps:
                 buffer.copy_(self._model.read(self._steps[name]))

@@ -61,19 +61,10 @@ class Export:
 def plan_export(
     path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None, averaged: bool = False
 ) -> Export:
-    """Look at a checkpoint and decide what it becomes; no tensor is read.
-
-    Args:
-        path: a checkpoint, or a run's output directory.
-        like: a directory of transformers whose config.json and other files to take over.
-        dtype: of what is written; None: as stored.
-        averaged: export the average of the weights.
-
-    Raises:
-        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model or has
-            another tokenizer.
-        DataError: a tokenizer cannot be read.
-    """
+    """Look at a checkpoint or a run's newest and decide what it becomes; no tensor is read. `like`: a directory of
+    transformers whose config.json and other files to take over. `dtype`: None: as stored. Raises CheckpointError where
+    it is damaged, no family represents it exactly, or `like` is another model; DataError where a tokenizer cannot be
+    read."""
     tensors = CheckpointTensors(path, averaged=averaged)
     model = tensors.config
     source = like or tensors.directory
@@ -229,7 +220,6 @@ def _converted(export: Export) -> Iterator[tuple[str, Tensor]]:
 
 
 def _written(export: Export, step: Step) -> torch.dtype:
-    """The dtype in which a tensor is written."""
     return export.tensors.dtype(step.ours) if export.dtype is None or step.is_buffer else export.dtype
 
 

@@ -1,9 +1,6 @@
-"""From a checkpoint of megacore to one of Megatron core's GPTModel: its flags and names, divided over its ranks.
-
-Two formats: torch, a file for each tensor- and pipeline-parallel rank, and torch_dist, which Megatron-LM loads on any
-ranks. Flags come from the model's configuration; a model is refused unless these flags describe it again
-(megatron_config.py). What is written is read back (megatron.py) and compared bit for bit.
-"""
+"""From a checkpoint of megacore to one of Megatron core's GPTModel: torch, a file for each tensor- and
+pipeline-parallel rank, or torch_dist, which loads on any ranks. A model is refused unless its flags describe it again.
+What is written is read back and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ class MegatronExport:
 
     @property
     def config(self) -> ResolvedModel:
-        """The model."""
         return self.tensors.config
 
     @property
@@ -83,9 +79,8 @@ class MegatronExport:
 
 
 def plan_megatron(export: MegatronExport) -> MegatronExport:
-    """The export, if it is possible. Raises ConfigError where --tp or --pp does not divide what it has to; one problem
-    for each; CheckpointError where the model has settings that cannot be written as flags of Megatron core, is a BERT,
-    or has experts."""
+    """The export, if it is possible. Raises ConfigError where --tp or --pp does not divide what it has to;
+    CheckpointError for settings that are no flags of Megatron core's, a BERT, or experts."""
     config, where = export.config, export.tensors.directory
     if export.tensors.bert is not None or config.experts is not None:
         what = "a BERT" if export.tensors.bert is not None else "a mixture of experts"
@@ -196,8 +191,7 @@ def _of_stage(export: MegatronExport, stage: int) -> Iterator[tuple[str, str]]:
 
 
 def write_ranks(export: MegatronExport, target: Path) -> None:
-    """Write the torch format: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank. `export`: of `plan_megatron`.
-    `target`: a directory, empty."""
+    """Write the torch format into an empty directory: mp_rank_TT[_PPP]/model_optim_rng.pt for each rank."""
     stages = [list(_of_stage(export, stage)) for stage in range(export.pp)]
     with Progress("converting", export.tp * sum(map(len, stages)), unit="tensors") as progress:
         for stage, names in enumerate(stages):
@@ -211,8 +205,8 @@ def write_ranks(export: MegatronExport, target: Path) -> None:
 
 
 def write_torch_dist(export: MegatronExport, target: Path) -> None:
-    """Write the torch_dist format: a tensor of all layers is one, [layers, ...]; all of the model is in memory at once.
-    `export`: of `plan_megatron`; its ranks have no effect. `target`: a directory, empty."""
+    """Write the torch_dist format: a tensor of all layers is one, [layers, ...]; all of the model is in memory at
+    once."""
     tensors: dict[str, Tensor] = {}
     layers: dict[str, list[Tensor]] = {}
     for name in _written(export):

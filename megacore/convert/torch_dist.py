@@ -1,9 +1,6 @@
-"""Megatron-LM's checkpoints in the torch_dist format, which any parallel form may have written.
-
-The tensors are in the files of torch.distributed.checkpoint (dcp_files.py), whole or in pieces, under the names of
-Megatron core; those of equal layers are one tensor with the layers along its first dimension, or each has its layer's
-number. The flags are in common.pt.
-"""
+"""Megatron-LM's checkpoints in the torch_dist format, which any parallel form may have written: tensors in the files of
+torch.distributed.checkpoint under Megatron core's names, those of equal layers as one with the layers along its first
+dimension, or each with its layer's number; the flags in common.pt."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def upcycled(config: ResolvedModel, where: Path, *, experts: int, chosen: int) -
 
 
 def write_upcycled(tensors: CheckpointTensors, model: ResolvedModel, target: Path, *, most_bytes: int) -> None:
-    """Write the checkpoint of a mixture, at step 0, with the tokenizer of the dense one. `model`: as `upcycled` returns
-    it. `target`: an empty directory."""
+    """Write the checkpoint of a mixture, at step 0, with the tokenizer of the dense one."""
     shapes = model_shapes(model)
     types_of = {name: (tensors.dtype(_source(name)), shape) for name, shape in shapes.items()}
     made = _made(tensors, model, shapes)

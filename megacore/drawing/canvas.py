@@ -1,9 +1,5 @@
-"""A drawing of boxes, lines and words, written as SVG, or as PNG by matplotlib.
-
-Pixels, with the origin at the upper left. What is drawn is decided elsewhere (picture.py); here is only how a box
-becomes a file. SVG needs nothing but text, and is the form for the web and for printing; PNG is for where SVG cannot
-go, and the one thing that matplotlib is needed for.
-"""
+"""A drawing of boxes, lines and words, in pixels from the upper left, written as SVG, or as PNG by matplotlib, which
+nothing else needs. What is drawn is decided elsewhere (picture.py)."""
 
 from __future__ import annotations
 
@@ -73,8 +69,7 @@ class Drawing:
 
 
 def wrapped(text: str, width: float, *, size: float, bold: bool = False) -> list[str]:
-    """Lines of a text that are no wider than so many pixels, in any viewer's font. `text`: with spaces, at which it is
-    divided. `bold`: whether it is bold, and wider."""
+    """Lines of a text, divided at spaces, that are no wider than so many pixels, in any viewer's font."""
     letters = max(int(width / (size * (0.64 if bold else 0.56))), 20)
     return textwrap.wrap(text, letters, break_long_words=False, break_on_hyphens=False)
 

@@ -25,8 +25,8 @@ class Curve:
 
 
 def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bool = False) -> Drawing:
-    """One panel under the other, each with one curve and an axis of its own. `panels`: one or more, with two points or
-    more each. `logarithmic`: whether the axis of x is; x is then positive."""
+    """One panel under the other, each with one curve of two points or more and an axis of its own. `logarithmic`: the
+    axis of x is; x is then positive."""
     drawing = Drawing(title=title, width=_WIDTH, height=len(panels) * _HEIGHT)
     for number, curve in enumerate(panels):
         _panel(drawing, curve, top=number * _HEIGHT, color=_COLORS[number % len(_COLORS)], logarithmic=logarithmic)

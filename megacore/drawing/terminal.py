@@ -1,9 +1,6 @@
-"""A pipeline's time line in a terminal: one line per rank, legible without colour.
-
-Every computation begins with its name where there is room for all names: `2F7`, or `F7` without the stage. Where there
-is not, a column shows the letter of what takes most of its time. A name without its stage has a small letter for every
-second of a rank's stages. Dots are the bubble.
-"""
+"""A pipeline's time line in a terminal: one line per rank, legible without colour. Every computation begins with its
+name where there is room for all names: `2F7`, or `F7` without the stage. Where there is not, a column shows the letter
+of what takes most of its time, a small one for every second of a rank's stages. Dots are the bubble."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ Name = Callable[[Action], str]
 
 
 def render(panels: Sequence[Panel], columns: int, *, unit: str) -> Text:
-    """Panels below each other, on one scale, with a legend. `panels`: what to show; all with times of the same unit.
-    `columns`: width of the terminal; between 80 and 120 of them are used. `unit`: name of the unit of time."""
+    """Panels below each other, on one scale, with a legend; 80 to 120 of the terminal's columns are used."""
     spans = [span for panel in panels for row in panel.timeline.spans for span in row]
     indent = len(f"rank {max(len(panel.timeline.spans) for panel in panels) - 1} ")
     width = min(max(columns, LEAST_WIDTH), MOST_WIDTH)

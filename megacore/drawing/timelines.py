@@ -53,7 +53,6 @@ class Scale(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Of the time axis, in pixels."""
         return self.end * self.pixels + (0.0 if self.left_out is None else _BREAK)
 
     def pieces(self, start: float, end: float) -> list[Piece]:
@@ -91,8 +90,7 @@ class Panel:
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
-    """The drawing of one or several time lines. `panels`: from the top; all with times of the same unit. `unit`: name
-    of the unit of time, for the axis."""
+    """The drawing of one or several time lines, all with times of one unit, from the top."""
     end = max(panel.timeline.end for panel in panels)
     typical = _typical_durations(panels)
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
@@ -217,7 +215,6 @@ def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float
 
 
 def _digits(panels: Sequence[Panel]) -> int:
-    """Of the largest number in a box."""
     later = max(0 if panel.left_out is None else panel.left_out.microbatches for panel in panels)
     return len(str(later + max(span.action.microbatch for span in _spans(panels))))
 

@@ -16,22 +16,9 @@ Predictions = list[tuple[int, float]]  # token ids and their probabilities, the 
 def fill_mask(
     stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int, top_k: int, allowed: Sequence[int]
 ) -> list[Predictions]:
-    """The likeliest tokens at each masked position of one text.
-
-    Args:
-        stage: the whole model on one rank.
-        tokens: of the text, [CLS] and [SEP] included; at most as many as the model has positions.
-        mask: id of the mask token.
-        vocab_size: true size of the vocabulary.
-        top_k: how many tokens of each position, at most as many as are allowed.
-        allowed: ids to choose from; probabilities are those among the whole vocabulary.
-
-    Returns:
-        Predictions for every masked position, in order.
-
-    Raises:
-        CheckpointError: the model's output is not finite.
-    """
+    """The likeliest tokens at each masked position of one text, [CLS] and [SEP] included. `allowed`: ids to choose
+    from; probabilities are those among the whole vocabulary, whose true size is `vocab_size`. Raises CheckpointError
+    where the model's output is not finite."""
     stage.eval()
     device = next(stage.parameters()).device
     text = torch.tensor([list(tokens)], device=device)

@@ -33,19 +33,9 @@ class Sampling:
 def generate(
     stage: Stage, config: ResolvedModel, prompt: list[int], *, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
-    """Continue a prompt, one token at a time.
-
-    Args:
-        stage: the whole model on one rank.
-        config: its resolved configuration; contexts longer than its positions keep their end.
-        prompt: at least one token id.
-
-    Yields:
-        Token ids of the continuation.
-
-    Raises:
-        CheckpointError: the model's output is not finite, and so no choice of a token means anything.
-    """
+    """Token ids that continue a prompt of at least one, one at a time; a context longer than the model's positions
+    keeps its end. Raises CheckpointError where the model's output is not finite, and so no choice of a token means
+    anything."""
     stage.eval()
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(stage.parameters()).device

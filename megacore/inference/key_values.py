@@ -1,9 +1,6 @@
 """Keys and values of the tokens that a model has read: each further token costs one position instead of all of them.
-
-The model is megacore's own, which `KeyValues.of` checks: only its layers are known to look at other positions in their
-attention alone. An attention is given what it has to do with queries, keys and values (`Attention.mix`) for the time of
-a call, so that the model is at any time what it was before.
-"""
+Only megacore's own layers are known to look at other positions in their attention alone, which `KeyValues.of`
+checks."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ _BY_LENGTH = ("dynamic", "longrope")  # kinds of --rope-scaling that turn earlie
 
 
 class KeyValues:
-    """Reads a text piece by piece. `stage`: the whole model on one rank, in evaluation. `capacity`: tokens that will be
-    read, at most as many as the model has positions."""
+    """Reads a text piece by piece with a whole model on one rank; at most `capacity` tokens."""
 
     def __init__(self, stage: Stage, config: ResolvedModel, capacity: int) -> None:
         assert capacity <= config.max_position_embeddings
@@ -59,6 +55,7 @@ class KeyValues:
         positions = torch.arange(self.length, self.length + len(tokens), device=device)[None]
         for attention in self._attentions:
             if attention.rotary is not None:
+                # Tables of the full length at once: they are made anew whenever a longer text comes.
                 attention.rotary.tables(self._capacity, device)
         with self._remembering():
             logits = self._stage((text, torch.ones_like(text), positions))
@@ -68,6 +65,7 @@ class KeyValues:
     @contextmanager
     def _remembering(self) -> Iterator[None]:
         for attention in self._attentions:
+            # For the time of a call only, so that the model is at any time what it was before.
             attention.mix = partial(self._mix, attention)  # type: ignore[method-assign]
         try:
             yield

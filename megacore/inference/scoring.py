@@ -30,16 +30,9 @@ class Window:
 
 
 def windows(tokens: Sequence[int], first: int, *, length: int, stride: int) -> Iterator[Window]:
-    """Divide a sequence into windows that predict each token from number `first` on once.
-
-    The first window predicts as many as fit into it. Each later one predicts `stride` tokens, and reads `length -
-    stride + 1` tokens before them.
-
-    Args:
-        first: at least 1: nothing predicts the first token of a sequence.
-        length: tokens that the model reads at once.
-        stride: 1 to `length`. A smaller one gives each token more context, and takes longer.
-    """
+    """Divide a sequence into windows of `length` that predict each token from number `first` (at least 1: nothing
+    predicts the first token) on once. Each but the first predicts `stride` tokens; fewer give each token more context,
+    and take longer."""
     assert first >= 1 and 1 <= stride <= length
     while first < len(tokens):
         stop = min(len(tokens), max(first + stride, length + 1))
@@ -128,9 +121,9 @@ def surprises(
     stride: int,
     at_once: int = 256,
 ) -> Iterator[Surprise]:
-    """The surprise of each document, which is read by itself. `documents`: tokens, and bytes of the text. `prefix`: a
-    token that every document begins with, which is not predicted; None: its first token is not. `length`: tokens that
-    the model reads at once. `stride`: as for `windows`. `at_once`: documents whose windows are batched together."""
+    """The surprise of each document, (tokens, bytes of the text), read by itself. `prefix`: a token that every document
+    begins with, which is not predicted; None: its first token is not. `at_once`: documents whose windows are batched
+    together."""
     first = [] if prefix is None else [prefix]
     pending: list[tuple[list[Window], int]] = []
 
@@ -151,8 +144,7 @@ def surprises(
 
 class TextScorer:
     """Texts and their continuations, as benchmarks ask for them. `length`: tokens that the model reads at once; None:
-    as many as it has positions. `begin_with_bos`: whether each context begins with the tokenizer's first token. Raises
-    UserError where it has neither a token that begins a text nor one that ends a document, or `length` is too large."""
+    its positions. Raises UserError where no token begins a text or ends a document, or `length` is too large."""
 
     def __init__(
         self, scorer: Scorer, tokenizer: Tokenizer, *, length: int | None = None, begin_with_bos: bool = False
@@ -177,18 +169,9 @@ class TextScorer:
         length: int | None = None,
         begin_with_bos: bool = False,
     ) -> TextScorer:
-        """A scorer of a checkpoint of any layout.
-
-        Args:
-            checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
-            tokenizer: path; None: that of the checkpoint.
-            program: as for `causal_model`.
-            device: auto, cpu, cuda or another accelerator.
-            batch_size: as for `Scorer`.
-
-        Raises:
-            UserError: the checkpoint cannot be used so.
-        """
+        """A scorer of a checkpoint of any layout, or of a run's newest. `tokenizer`: path; None: the checkpoint's.
+        `program`: as for `causal_model`. `device`: auto, cpu, cuda or another accelerator. Raises UserError where it
+        cannot be used so."""
         found = causal_model(usable(str(checkpoint)), tokenizer, program)
         scorer = Scorer(found.stage(device), found.config, batch_size=batch_size)
         return cls(scorer, found.tokenizer, length=length, begin_with_bos=begin_with_bos)

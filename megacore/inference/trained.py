@@ -41,16 +41,9 @@ class CausalModel:
 
 
 def causal_model(checkpoint: Location, tokenizer: str | None, program: str | None = None) -> CausalModel:
-    """The model of a checkpoint that predicts the next token.
-
-    Args:
-        checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint.
-        tokenizer: path; None: that of the checkpoint.
-        program: that trained it, if it has layers or registered names of its own (models/program.py).
-
-    Raises:
-        UserError: it holds a BERT, or is damaged, or the tokenizer or the program does not fit.
-    """
+    """The model of a checkpoint, or a run's newest, that predicts the next token. `tokenizer`: path; None: the
+    checkpoint's. `program`: that trained it, if it has layers or registered names of its own (models/program.py).
+    Raises UserError where it holds a BERT, or is damaged, or the tokenizer or the program does not fit."""
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
     layers = trained_layers(program, manifest, directory)
@@ -62,9 +55,8 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
 
 
 def trained_layers(program: str | None, manifest: Manifest, directory: Location) -> DescribesLayers:
-    """What describes the layers of a checkpoint. Those of a program are never taken for a GPT of megacore's. `program`:
-    that trained it; None: none is given. `directory`: the checkpoint, for the message. Raises UserError where the
-    program cannot be imported, or it describes no layers and the checkpoint needs some."""
+    """What describes the layers of a checkpoint; those of a `program` are never taken for a GPT of megacore's. Raises
+    UserError where it cannot be imported, or describes no layers and the checkpoint needs some."""
     layers = layers_of(program)
     if manifest.has_own_layers and layers is gpt_layers:
         lacking = "" if program is None else f"--program {program} has no function `layers`: "
@@ -76,9 +68,9 @@ def trained_layers(program: str | None, manifest: Manifest, directory: Location)
 
 
 def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) -> Tokenizer:
-    """The tokenizer to use with a checkpoint. `path`: what --tokenizer says; None: that of the checkpoint. `model`:
-    whose vocabulary the tokenizer's must fit in. Raises CheckpointError where the checkpoint holds none, a damaged one,
-    or another one than the path; UserError where its vocabulary is larger than the model's."""
+    """The tokenizer to use with a checkpoint. `path`: None: that of the checkpoint. Raises CheckpointError where the
+    checkpoint holds none, a damaged one, or another one than the path; UserError where its vocabulary is larger than
+    the model's."""
     stored = verified_tokenizer(directory, read_manifest(directory).files)
     if path is None and stored is None:
         raise CheckpointError(f"{directory} holds no tokenizer (it was trained without one): give --tokenizer PATH")

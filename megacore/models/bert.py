@@ -1,9 +1,6 @@
-"""BERT, classic (Devlin et al. 2018, arXiv 1810.04805) and modern (Warner et al. 2024, arXiv 2412.13663): positions see
-each other in both directions, and a head tells what was masked.
-
-Beside the hidden states the layers hand on the document numbers of all positions [b, s], which say who sees whom:
-positions of the same number, and padding, which is 0, is seen by nobody. So one model serves padded pairs, where all
-real positions are of document 1, and packed documents.
+"""BERT, classic (Devlin et al. 2018, arXiv 1810.04805) and modern (Warner et al. 2024, arXiv 2412.13663). Beside the
+hidden states the layers hand on the document numbers of all positions [b, s]: positions see those of the same number,
+and padding, 0, is seen by nobody. So one model serves padded pairs and packed documents.
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
 """
@@ -105,7 +102,7 @@ class BertHead(VocabParallelOutput):
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Output:
-        """Hidden states [b, s, h], document numbers and, where the head computes the loss, labels [b, s] -> `Output`"""
+        """Hidden states [b, s, h], document numbers and, where the head computes the loss, labels [b, s]."""
         hidden, _, *labels = inputs
         x = self.norm(hidden)
         transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
@@ -140,8 +137,7 @@ class SentenceHead(nn.Module):
 
 
 def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
-    """The whole model as layer descriptions; nothing is allocated. `config`: resolved (vocabulary and positions known).
-    `context`: groups, device and what else the layers are built with."""
+    """The whole model as layer descriptions; nothing is allocated."""
     first, *blocks, last = bert_outline(config)
     return [
         LayerSpec.of(first, partial(BertEmbedding, config, context)),

@@ -1,9 +1,6 @@
-"""Floating-point operations of a training step, by the full-attention convention of Narayanan et al. 2021.
-
-Their formula (arXiv 2104.04473, appendix), without recomputation and for an MLP four times the hidden size, is
-72 B s L h^2 (1 + s / (6 h) + V / (12 h L)). The causal convention counts only the keys that a position sees, which
-halves the attention term.
-"""
+"""Floating-point operations of a training step, by the full-attention convention of Narayanan et al. 2021 (arXiv
+2104.04473, appendix): for an MLP four times the hidden size 72 B s L h^2 (1 + s / (6 h) + V / (12 h L)), without
+recomputation. The causal convention counts only the keys that a position sees, which halves the attention term."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A causal language model as a list of layers: embedding, blocks, and a head of a final norm and an output layer.
-
-The defaults are GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, an output layer tied to the embedding.
-The configuration makes it a Llama, Mistral, Qwen, GPT-NeoX or BLOOM (docs/reference/models.md).
+"""A causal language model as a list of layers: embedding, blocks, and a head of a final norm and an output layer. The
+defaults are GPT-2 (Radford et al. 2019); the configuration makes it a Llama, Mistral, Qwen, GPT-NeoX or BLOOM.
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
 """
@@ -128,8 +126,8 @@ class GPTHead(VocabParallelOutput):
 
 
 def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
-    """The whole model as layer descriptions; nothing is allocated. `config`: a resolved configuration (vocabulary and
-    positions known). `context`: groups, device and what else the layers are built with."""
+    """The whole model, resolved, as layer descriptions; nothing is allocated. `context`: groups, device and what else
+    the layers are built with."""
     block = partial(TransformerBlock, context=context, alibi=alibi_of_rank(config, context))
     rotaries = rotaries_of(config, context.attended)
     ranks = context.experts

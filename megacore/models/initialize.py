@@ -33,14 +33,12 @@ class InitialBuffers(Protocol):
 
 
 class RandomWeights:
-    """Initial values drawn from a seed (see `initialize`). `config`: for the standard deviation and the number of
-    layers. `width_ratio`: how many times as wide as the base of muP the model is."""
+    """Initial values drawn from a seed (see `initialize`)."""
 
     def __init__(self, config: ResolvedModel, *, seed: int, width_ratio: float = 1.0) -> None:
         self._config, self._seed, self._width_ratio = config, seed, width_ratio
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Give a rank's named parameters their values, in place."""
         initialize(parameters, self._config, seed=self._seed, width_ratio=self._width_ratio)
 
 
@@ -58,11 +56,6 @@ def initialize(
     | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
     | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |
-
-    Args:
-        parameters: named parameters of a stage.
-        config: for the standard deviation and the number of layers.
-        width_ratio: how many times as wide as the base of muP the model is.
     """
     for parameter in parameters:
         name = parameter.spec.name

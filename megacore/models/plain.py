@@ -1,9 +1,6 @@
-"""Any model as a list of layers: plain nn.Modules that are described first, and built only where they are needed.
-
-A rank builds only the layers of its stages. Of the others it knows the shapes of their parameters, which it learns
-from a build without memory (torch's meta device). Initial values and dropout masks are functions of the seed and the
-layer's name, so that they are the same bits on every layout.
-"""
+"""Any model as a list of layers: plain nn.Modules, of which a rank builds only those of its stages. Of the others it
+knows shapes, from a build on torch's meta device. Initial values and dropout masks are functions of the seed and the
+layer's name: the same bits on every layout."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ _STD = 0.02  # of the matrices of megacore's layers
 
 
 class Layer:
-    """One layer of a model, described: `Layer("stem", nn.Conv2d, 3, 16, 3, padding=1)`.
-
-    A layer takes what the one before returns as its only argument, and returns a tensor or a tuple of tensors.
+    """One layer of a model, described: `Layer("stem", nn.Conv2d, 3, 16, 3, padding=1)`. It takes what the one before
+    returns as its only argument, and returns a tensor or a tuple of tensors.
 
     Args:
         name: global name, the prefix of its parameters' names (`stem.weight`).
@@ -95,8 +91,8 @@ class Layer:
 
 
 class BuiltLayer(Layer):
-    """A layer that trains a copy of a module, from its values. `name`: as for `Layer`. `module`: the same on every
-    rank; only those whose stage it is copy it."""
+    """A layer that trains a copy of a module, from its values, which are the same on every rank; only ranks of its
+    stage copy it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, copy.deepcopy, module)
@@ -108,9 +104,9 @@ class BuiltLayer(Layer):
 
 
 def as_layers(model: object) -> list[Layer]:
-    """The layers of a model; nn.Sequential and nn.ModuleList have one for each of their modules, with the same names.
-    With a forward of its own, a container is one layer. Parameters that several modules share are tied. Raises
-    ConfigError where a module cannot be trained as it is."""
+    """The layers of a model: one for each module of nn.Sequential and nn.ModuleList; with a forward of its own, a
+    container is one layer. Parameters that several modules share are tied. Raises ConfigError where a module cannot be
+    trained as it is."""
     named: Sequence[tuple[str, Any]] = [("module", model)]
     if not isinstance(model, nn.Module | Sequence):
         raise ConfigError(
@@ -198,17 +194,9 @@ def describe_layers(
     dtype: torch.dtype = torch.float32,
     shard: int = 0,
 ) -> list[LayerSpec]:
-    """The layers as the rest of megacore knows them; nothing is allocated.
-
-    Args:
-        device: where a built layer is put.
-        streams: where dropout masks come from.
-        dtype: of buffers that hold real numbers; parameters are built in fp32.
-        shard: which part of each sequence this rank holds: ranks with other parts draw other masks.
-
-    Raises:
-        ConfigError: everything that is wrong with names and ties.
-    """
+    """The layers as the rest of megacore knows them; nothing is allocated. `dtype`: of buffers that hold real numbers;
+    parameters are fp32. `shard`: which part of each sequence this rank holds: ranks with other parts draw other masks.
+    Raises ConfigError with everything that is wrong with names and ties."""
     problems = list(_wrong_names([layer.name for layer in layers]))
     if problems:
         raise ConfigError(problems)

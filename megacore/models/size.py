@@ -1,7 +1,5 @@
 """How many parameters each layer has, before any of it exists: the whole layer, or what one tensor-parallel rank holds.
-
-Stages are balanced by these numbers, the launch summary prints them, and memory is planned with them (megacore/plan);
-tests compare them with the parameters that are built, and the sums with the published ones. Nothing here loads torch.
+Tests compare them with the parameters that are built, and the sums with the published ones. No torch.
 
 Legend: h hidden size, n heads of d dimensions, g key and value heads, f inner width of the MLP, V vocabulary, t
 tensor-parallel ranks, E experts.
@@ -24,15 +22,9 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
 
 
 def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ranks: int = 1) -> int:
-    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; one to four norms.
-
-    Every rank holds the norms and the biases of the two layers that write to the residual stream. Experts take the
-    place of the MLP where the block has them.
-
-    Args:
-        tp: as for `embedding_parameters`.
-        expert_ranks: ranks that divide the experts' weights, ep x etp.
-    """
+    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f, or experts; biases; one to four
+    norms. Every rank holds the norms and the biases of the two layers that write to the residual stream.
+    `expert_ranks`: ep x etp."""
     h, f, t = config.hidden_size, config.inner_size, tp or 1
     into = 2 if config.gated else 1  # matrices that lead into the MLP's inner width
     mixture, mlp = 0, (into + 1) * h * f

@@ -151,8 +151,8 @@ class _Case:
         return sorted(whole.values(), key=lambda each: each.in_run)
 
     def _of_hardware(self, before: Sequence[_Microbatch], remarks: Sequence[str]) -> Diagnosis:
-        """The cause of a step that is finite if it is computed again. `before`: the microbatches whose losses were not
-        finite at first. `remarks`: as for `diagnosis`."""
+        """The cause of a step that is finite if it is computed again; `before` are the microbatches that were not at
+        first."""
         lines = ["the step is finite if it is computed again, with the same weights and samples"]
         if before:
             ranks = [rank for rank, replica in enumerate(self._replicas) if replica == before[0].replica]
@@ -169,7 +169,6 @@ class _Case:
         return f"{len(bad)} of {len(self._everyone)} microbatches"
 
     def _of_loss(self, remarks: Sequence[str]) -> Diagnosis:
-        """The cause of losses that are not finite."""
         first = self._bad[0]
         lines = [f"the loss of {self._share(self._bad)} is not finite, first that of {self._describe(first)}", *remarks]
         outputs = [each for each in self._forward(first.number) if each.replica == first.replica]

@@ -40,13 +40,11 @@ class Events(Callback):
         self.sinks, self._begun = list(sinks), False
 
     def on_event(self, run: Run, event: Event) -> None:
-        """Pass the event on to the sinks that take its kind."""
         for sink in self.sinks:
             if sink.takes(event.kind):
                 sink.take(event)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Begin, and note a skipped step, or a spike."""
         if not self._begun:
             self._begun = True
             for sink in self.sinks:
@@ -59,15 +57,12 @@ class Events(Callback):
             self.on_event(run, Event(result.step, "spike", {"reason": result.spike}))
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Note the figures of a step."""
         self.on_event(run, Event(record["step"], "log", record))
 
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Note an evaluation."""
         self.on_event(run, Event(record["step"], "evaluate", record))
 
     def on_save(self, run: Run, saved: Saved) -> None:
-        """Note a checkpoint."""
         self.on_event(run, Event(saved.step, "save", {"path": str(saved.path)}))
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
@@ -79,7 +74,6 @@ class Events(Callback):
             sink.rewind(rollback.to_step)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Note the end, and close the sinks."""
         self.on_event(run, Event(run.step, "end", {"reason": reason}))
         finish(self.sinks)
 
@@ -97,7 +91,6 @@ class EngineEvents(Events):
         self._is_open = False
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Note what the program logs."""
         if not self._is_open:
             self._is_open = True
             directory = Path(run.config.training.output_dir)
@@ -129,13 +122,11 @@ class MemoryOfRanks(Callback):
         self._is_first_log = True
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Note it, the first time."""
         if self._is_first_log:
             self._note(run)
         self._is_first_log = False
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Note it."""
         self._note(run)
 
     def _note(self, run: Run) -> None:

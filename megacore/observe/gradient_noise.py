@@ -1,12 +1,9 @@
 """The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1): how large a batch is worth it.
 
 Gradients of two batch sizes b < B estimate the squared norm of the true gradient, and the trace of the covariance of
-the gradients of single samples:
+the gradients of single samples; their ratio is the noise scale, in samples:
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
-
-Their ratio is the noise scale, in samples. Both are averaged over measurements before they are divided, because each of
-them by itself is noisy.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ class GradientNoise(StepHook):
         self._small: tuple[Tensor, int] | None = None  # the norm of the small batch, and how many the large one has
 
     def before_gradients(self, steps: TrainStep, microbatches: Sequence[Any]) -> None:
-        """Compute the gradient of the small batch, if the step is measured."""
         step = steps.step + 1
         if step % self._interval or len(microbatches) == 1:
             return
@@ -48,16 +44,13 @@ class GradientNoise(StepHook):
         self._small = norm, len(microbatches)
 
     def after_update(self, steps: TrainStep, outcome: Outcome) -> None:
-        """Compare with the gradient of the step."""
         if self._small is not None:
             (norm, count), self._small = self._small, None
             samples = self._samples
             self.measure(float(norm), float(outcome.norm), small_batch=samples, large_batch=samples * count)
 
     def measure(self, small: float, large: float, *, small_batch: int, large_batch: int) -> None:
-        """Take in a measurement; one that is not finite is left out. `small`: norm of the mean gradient of the small
-        batch. `large`: that of the large one. `small_batch`: samples of the small batch. `large_batch`: those of the
-        large one, more."""
+        """Take in the norms of the mean gradients of two batches; a measurement that is not finite is left out."""
         small, large = small * small, large * large
         signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
         noise = (small - large) / (1 / small_batch - 1 / large_batch)
@@ -72,10 +65,8 @@ class GradientNoise(StepHook):
         return {"train/gradient_noise_scale": self._noise / self._signal if is_known else None}
 
     def series(self) -> dict[str, list[float]]:
-        """The averages, for a checkpoint."""
         return {_SERIES: [self._signal, self._noise]}
 
     def load_series(self, series: Mapping[str, Sequence[float]]) -> None:
-        """Continue with the averages of a checkpoint, if it has some."""
         if len(averages := series.get(_SERIES, ())) == 2:
             self._signal, self._noise = averages

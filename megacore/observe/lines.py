@@ -37,9 +37,8 @@ def summary_line(label: str, text: str) -> str:
 def log_line(
     record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str] = (), last: Sequence[str] = ()
 ) -> str:
-    """One line per logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`. Figures for which `LINE_WIDTH` has no
-    room are left out. `record`: by the keys of metrics.jsonl. `terms`: names of the loss's terms, where it has several.
-    `last`: what the line ends with."""
+    """`step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`, without figures for which `LINE_WIDTH` has no room. `terms`:
+    names of the loss's terms, where it has several. `last`: what the line ends with."""
     losses = [f"{_words(name)} {_figure(record[f'train/{name}'])}" for name in ("loss", *terms)]
     skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
     parts, ending = [f"step {record['step']}/{train_iters}", *losses], [*skipped, *last]

@@ -28,7 +28,6 @@ class Narrator(Callback):
         self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Say why a step is skipped, and that a spike begins."""
         if result.skipped is not None:
             cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
             run.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
@@ -37,7 +36,6 @@ class Narrator(Callback):
         self._in_spike = result.spike is not None
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Say a step in a line."""
         last = () if sys.stderr.isatty() else self._time_and_eta(record)
         run.say(log_line(record, self._train_iters, terms=self._terms, last=last))
         if not self._logged:
@@ -59,22 +57,18 @@ class Narrator(Callback):
                 )
 
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Say an evaluation in a line."""
         run.say(evaluation_line(record, self._train_iters))
 
     def on_save(self, run: Run, saved: Saved) -> None:
-        """Say where the checkpoint is, and what went wrong after it was published."""
         run.say(f"step {saved.step}/{self._train_iters} | saved {saved.path}")
         for note in saved.notes:
             run.say(f"warning: {note}; the checkpoint itself is whole")
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
-        """Say so."""
         run.say(f"rollback: {rollback} (docs/guides/spikes.md)")
         self._first = None
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Say how many steps had nothing to learn from."""
         if self._uncounted:
             run.say(f"warning: {self._uncounted} of {self._logged} logged steps had no token that counts for the loss")
 
@@ -96,13 +90,10 @@ class Bar(Callback):
         self._bar.__enter__()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Advance."""
         self._bar.reach(result.step)
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
-        """Go back."""
         self._bar.reach(rollback.to_step)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Remove the bar."""
         self._bar.__exit__()

@@ -1,9 +1,6 @@
-"""`--profile-steps A:B`: torch.profiler over some steps, with a Chrome trace per rank and a snapshot of device memory.
-
-The files are OUTPUT_DIR/profile/rank_N.json.gz, which Perfetto opens, and rank_N_memory.pickle, which torch's viewer of
-memory opens. They are written when step B is done, and once. A run that resumes or rolls back between A and B profiles
-the rest of the range.
-"""
+"""`--profile-steps A:B`: torch.profiler over some steps: OUTPUT_DIR/profile/rank_N.json.gz, which Perfetto opens, and
+rank_N_memory.pickle, for torch's viewer of memory. They are written once, when step B is done. A run that resumes or
+rolls back between A and B profiles the rest of the range."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class Profiling(Callback):
         self._is_written = False
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """Start before the first of the steps."""
         if step not in self._steps or self._profile is not None or self._is_written:
             return
         with run.unclocked(), warnings.catch_warnings():
@@ -51,7 +47,6 @@ class Profiling(Callback):
             self._profile = None
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Write the files after the last of the steps."""
         if self._profile is None or result.step != self._steps[-1]:
             return
         directory = self._path.parent

@@ -2,11 +2,8 @@
 
 A processor that sometimes computes wrongly spoils a run without a trace: its error is averaged into the gradients of
 all replicas, which stay equal. The same rank computing the same microbatch twice is the only witness. The second pass
-follows the step's schedule with all other microbatches left out, before the weights change. Its gradients are hashed
-(parallel/bit_hash.py) and dropped, and what layers write into their buffers is undone, so that training does not see
-it.
-
-The microbatch is the one whose backward comes first: only its gradients are to be seen before others are added.
+follows the step's schedule without the other microbatches, before the weights change; its gradients are hashed and
+dropped, and what layers write into their buffers is undone. Training does not see it.
 """
 
 from __future__ import annotations
@@ -51,6 +48,7 @@ class Replay(StepHook):
                 ]
             )
         count = training.global_batch_size // training.micro_batch_size // mesh.batch.size
+        # Only the gradients of the first backward are to be seen before others are added to them.
         number = first_backward(model.runtime.schedule(count, trains=True))
         if number is None:
             raise ConfigError(
@@ -67,20 +65,8 @@ class Replay(StepHook):
         return None if step % self._interval else partial(self.train_step, step=step)
 
     def train_step(self, microbatches: Sequence[Any], loss_weight: LossWeight, *, step: int) -> Tensor:
-        """`PipelineRuntime.train_step`, and the first microbatch of it once more.
-
-        Waits for an accelerator.
-
-        Args:
-            microbatches: this data-parallel rank's share of the global batch.
-            loss_weight: factor of the summed loss before backward.
-
-        Returns:
-            The summed loss.
-
-        Raises:
-            SilentCorruption: a rank did not get the same numbers again; on every rank, with the same text.
-        """
+        """`PipelineRuntime.train_step`, and the first microbatch of it once more; waits for an accelerator. Raises
+        SilentCorruption where a rank did not get the same numbers again; on every rank, with the same text."""
         runtime, data_parallel = self._model.runtime, self._model.data_parallel
         buffers = [buffer for chunk in self._model.chunks for buffer in chunk.buffers()]
         before = [buffer.clone() for buffer in buffers]
@@ -88,8 +74,10 @@ class Replay(StepHook):
         with data_parallel.observed_by(once):
             loss = runtime.train_step(microbatches, loss_weight, once, on_loss=once.see_loss)
         after = [buffer.clone() for buffer in buffers]
+        # Layers write into their buffers in forward; training must not see the second pass.
         _set(buffers, before)
         for products in (found for chunk in self._model.chunks for found in fp8_products(chunk)):
+            # What is kept of the first pass would hide an error in it.
             products.kept = None if products.kept is None else {}  # quantised again too
         again = _Recorded(data_parallel, self._number, discards=True)
         with data_parallel.observed_by(again):
@@ -128,8 +116,8 @@ class Replay(StepHook):
 
 
 class _Recorded:
-    """The gradients of the first backward of every stage, as hashes by parameter, and the loss. `data_parallel`: the
-    sink of the gradients. `number`: of the microbatch in the step."""
+    """The gradients of the first backward of every stage, as hashes by parameter, and the loss of microbatch
+    `number`."""
 
     def __init__(self, data_parallel: DataParallel, number: int, *, discards: bool) -> None:
         self._data_parallel, self._number, self.discards = data_parallel, number, discards
@@ -161,7 +149,6 @@ class _Recorded:
             self.hashes[name] = self.hashes[name] + new if name in self.hashes else new
 
     def see_loss(self, microbatch: int, loss: Tensor) -> None:
-        """The loss of a microbatch of the step."""
         if microbatch == self._number:
             self.hashes[_LOSS] = bit_hash(loss)
 

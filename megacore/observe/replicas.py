@@ -1,13 +1,9 @@
 """Compares what several ranks hold alike, bit by bit: weights, master weights and the optimizer's state.
 
-Replicas start equal and get the same updates, so that they stay equal to the last bit. Where they do not, hardware or
-software has failed, and nothing else shows it: the loss stays plausible (Ma et al. 2025, arXiv 2502.12340). Which ranks
-hold copies of a tensor follows from its parameter: the data-parallel replicas of what ZeRO does not shard, the
-tensor-parallel ranks of what is not split (norms, biases of row-parallel layers), the holders of a tied parameter.
-
-A check hashes every such tensor on its device (parallel/bit_hash.py), adds the hashes up for each group of ranks that
-must agree, and gathers these few numbers in one collective. Only if they differ do the ranks exchange the hashes of all
-tensors, and name parameters and ranks.
+Replicas start equal and get the same updates. Where they differ, hardware or software has failed, and nothing else
+shows it: the loss stays plausible (Ma et al. 2025, arXiv 2502.12340). A check hashes every such tensor on its device,
+adds the hashes up for each group of ranks that must agree, and gathers these few numbers in one collective. Only if
+they differ do the ranks exchange the hashes of all tensors, and name parameters and ranks.
 """
 
 from __future__ import annotations
@@ -69,9 +65,8 @@ class SharedTensor:
 
 
 class ReplicaChecks(Callback):
-    """Compares replicas every `interval` steps, and before each save; all ranks call a method together. `model`: this
-    rank's part of the model. `mesh`: this rank's groups, of several ranks. `loaded`: the checkpoint that the run
-    continues from."""
+    """Compares replicas every `interval` steps, and before each save; all ranks call a method together. `loaded`: the
+    checkpoint that the run continues from."""
 
     def __init__(
         self, model: ParallelModel, optimizer: Optimizer[Any], mesh: Mesh, *, interval: int, loaded: str | None = None
@@ -93,7 +88,6 @@ class ReplicaChecks(Callback):
         self.check(run.step)
 
     def on_save(self, run: Run, saved: Saved) -> None:
-        """Where the run could go back to."""
         self._last_saved = str(saved.path)
 
     def on_event(self, run: Run, event: Event) -> None:
@@ -164,6 +158,8 @@ class ReplicaChecks(Callback):
     ) -> Iterator[SharedTensor]:
         """The tensor with those who share it; nothing if nobody does."""
         mesh, sharers = self._mesh, list[Sharers]()
+        # Copies are held by the replicas of what ZeRO does not shard, the tensor-parallel ranks of what is not split
+        # (norms, biases of row-parallel layers), and the holders of a tied parameter.
         replicas = bucket.across if is_sharded else mesh.replica_group(spec.replica_role)
         if replicas.size > 1:
             sharers.append(Sharers(spec.replica_role, replicas.ranks))
@@ -180,8 +176,8 @@ class ReplicaChecks(Callback):
     # ---- the comparison
 
     def _hashes(self, shared: Sequence[SharedTensor]) -> Tensor:
-        """int64 [tensors]"""
         device = self._mesh.device
+        # On the device: one number of a tensor is copied, and nothing waits.
         hashes = [bit_hash(tensor.values).to(device, non_blocking=True) for tensor in shared]
         return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -194,6 +190,7 @@ class ReplicaChecks(Callback):
             own = self._sharers[self._mesh.world.rank]
             factors = torch.zeros(max(map(len, self._sharers)), len(shared), dtype=torch.int64)
             for number, tensor in enumerate(shared):
+                # Odd, so that multiplying modulo 2^64 loses no bit of a hash.
                 factor = stable_hash(*map(str, tensor.key)) | 1
                 for sharers in tensor.sharers:
                     factors[own.index(sharers), number] = factor - (1 << 64) if factor >= 1 << 63 else factor

@@ -40,8 +40,7 @@ class Sink:
         """The run is back at this step: what follows replaces the records of figures after it."""
 
     def close(self, *, failed: bool, until: float) -> None:
-        """Nothing follows. `failed`: whether the run ended with an error. `until`: time on the monotonic clock to wait
-        for at most."""
+        """Nothing follows. `failed`: the run ended with an error. `until`: time.monotonic to wait for at most."""
 
 
 def finish(sinks: Iterable[Sink], *, failed: bool = False) -> None:
@@ -59,11 +58,9 @@ class Console(Sink):
         self._may_fail = may_fail
 
     def takes(self, kind: str) -> bool:
-        """Messages."""
         return kind == "message"
 
     def take(self, event: Event) -> None:
-        """Print a message."""
         text = event.values["text"]
         if Bars.display is not None:
             Bars.display.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -72,16 +69,9 @@ class Console(Sink):
 
 
 class MetricsFile(Sink):
-    """metrics.jsonl: a JSON object per logged step and evaluation.
-
-    A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on. A
-    resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data. If the
-    directory is deleted or renamed during the run, it is made again, with its settings, lock and records.
-
-    Args:
-        say: tells the user of trouble.
-        may_drop: a record that cannot be written is left out, and training continues; otherwise this ends the run.
-    """
+    """metrics.jsonl: a JSON object per logged step and evaluation. A fresh run sets those of an earlier one aside, as
+    metrics.jsonl.1 and so on; a resumed one appends, and refuses a file with a line that is not a record: dropping it
+    would lose data. `may_drop`: a record that cannot be written is left out; otherwise this ends the run."""
 
     def __init__(self, output_dir: Path, *, first_step: int, say: Callable[[str], None], may_drop: bool) -> None:
         self._lock: WriterLock | None = None  # of the directory that was made again
@@ -152,9 +142,9 @@ class MetricsFile(Sink):
 
 
 class EventsFile(Sink):
-    """events.jsonl: a JSON object per event besides figures, with `event`, `time` (UTC) and `step`. A resumed run
-    appends; a fresh one sets the file of an earlier run aside. One that cannot be written ends nothing. `first_step`:
-    steps done before this start."""
+    """events.jsonl: a JSON object per event besides figures, with `event`, `time` (UTC) and `step`. A fresh run sets
+    the file of an earlier one aside. One that cannot be written ends nothing. `first_step`: steps done before this
+    start."""
 
     def __init__(self, output_dir: Path, *, first_step: int, warn: Callable[[str], None]) -> None:
         self._path, self._warn, self._warned = output_dir / "events.jsonl", warn, False
@@ -167,7 +157,6 @@ class EventsFile(Sink):
         return kind != "message" and kind not in FIGURES
 
     def take(self, event: Event) -> None:
-        """Append a line."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about: dict[str, Any] = {"event": event.kind, "time": now, "step": event.step}
         line = json.dumps(finite({**about, **event.values, **about}), allow_nan=False, default=str)

@@ -1,8 +1,5 @@
-"""`--trace`: notes what this rank does in some steps, and leaves the trace of all ranks in the output directory.
-
-The first step of a run is left out where there is another: it allocates memory and warms caches up, and looks like no
-other. The file is written as soon as the last of the steps is done, so that it is there even if the run is ended later.
-"""
+"""`--trace`: notes what this rank does in some steps, and leaves the trace of all ranks in the output directory as soon
+as the last of them is done. The first step of a run is left out where there is another: it warms caches up."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class _Transfers:
         self._copies: list[_Copy] = []
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self.noted, self._copies = [], []
 
     def around(
@@ -134,7 +130,6 @@ class Tracer(Callback):
                 run.say(f"step {result.step}/{run.config.training.train_iters} | traced {self.path}")
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Listen no longer."""
         Current.listener = None
 
     def _write(self) -> None:

@@ -1,9 +1,7 @@
-"""Judge a layout's record against the one-process reference, with a tolerance for each tensor.
-
-The tolerance is not a guess: it is a multiple of what one unit in the last place of the weights changes in the same
-tensor of the reference, because a layout differs from one process by rounding in the same way (after TTrace, arXiv
-2506.09280). With --reproducible the layout promises the same bits, and the tolerance is 0.
-"""
+"""Judge a layout's record against the one-process reference. The tolerance of a tensor is a multiple of what one unit
+in the last place of the weights changes in the same tensor of the reference, because a layout differs by rounding in
+the same way (after TTrace, arXiv 2506.09280). With --reproducible the layout promises the same bits, and the tolerance
+is 0."""
 
 from __future__ import annotations
 

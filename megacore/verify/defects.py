@@ -1,9 +1,6 @@
-"""The defects of the self-test: a comparison that finds none proves nothing.
-
-Each row of defects.toml is a mistake that has been made in some trainer. It is made in the layout's run only, by
-replacing public functions of the product on every rank: its collectives, its products, what travels between its ranks
-and stages, and its optimizer (faults.py). docs/guides/verify.md lists them.
-"""
+"""The defects of the self-test: a comparison that finds none proves nothing. Each row of defects.toml is a mistake that
+has been made in some trainer. It is made in the layout's run only, on every rank, by replacing public functions
+(faults.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class Defect:
     calls: list[str] | None = None
 
     def possible(self, config: ResolvedConfig) -> bool:
-        """Whether a configuration can have it."""
         return traits(config).issuperset(self.where or ())
 
     @contextmanager

@@ -1,9 +1,6 @@
 """How the self-test's defects are made, at four seams of the trainer: its collectives, its products, what travels
-between its ranks and stages, and its optimizer.
-
-Each function takes the steps of a layout and a public function, which a row of defects.toml names, and returns what
-takes its place. Functions that take the steps alone change what has been loaded.
-"""
+between ranks and stages, and its optimizer. A function takes the steps of a layout and a public function, and returns
+what takes its place. Functions that take the steps alone change what has been loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class _OwnShift:
 
 
 def _own_sum(x: Tensor, *group: Any) -> Tensor:
-    """Takes the place of a sum in place."""
     return x
 
 

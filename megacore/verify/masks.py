@@ -37,8 +37,8 @@ def masks_recorded(note: Note) -> Iterator[None]:
 
 @contextmanager
 def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterator[None]:
-    """A model on one process draws the masks of `tp` x `cp` ranks. `tp`: ranks that would split the model. `cp`: ranks
-    that would divide each sequence. `sequence_parallel`: each of them would hold a part of the positions."""
+    """A model on one process draws the masks of `tp` x `cp` ranks; with sequence parallelism each holds a part of the
+    positions."""
     attended = Attention._attended
     positions = SequenceShards(Group(ranks=tuple(range(cp))))
     ranks = cp * (tp if sequence_parallel else 1)

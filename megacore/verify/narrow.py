@@ -1,9 +1,6 @@
-"""A small copy of a configuration that a layout trains in seconds: same structure, same layout, in fp32.
-
-Kept are the mesh, schedule, ZeRO stage, recomputation, optimizer, kinds of layers, ratio of query to key heads, and
-whether the stages hold equal numbers of blocks. Width, depth, vocabulary, sequence and batch shrink only as far as the
-constraints of the layout allow. No size ever grows, except the number of microbatches to 2 per replica.
-"""
+"""A small copy of a configuration that a layout trains in seconds: same structure, same layout, in fp32. Width, depth,
+vocabulary, sequence and batch shrink only as far as the constraints of the layout allow. No size ever grows, except the
+number of microbatches to 2 per replica."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The other side of the comparison: the same steps on one process, how much rounding changes them, and two checks of
-that process with torch's optimizer and torch's autograd.
-
-The one-process run is megacore too. What a bug in a layer does to both sides alike, the comparison of layouts cannot
-see. So its gradients are computed once more without megacore's runtime, buckets and loss weight, and its updates with
-torch.optim.
-"""
+"""The other side of the comparison: the same steps on one process, and how much rounding changes them. It is megacore
+too, and a bug in a layer does the same to both sides. So its gradients are computed once more without megacore's
+runtime, buckets and loss weight, and its updates with torch.optim."""
 
 from __future__ import annotations
 

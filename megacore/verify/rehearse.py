@@ -1,10 +1,6 @@
 """`--rehearse`: a command line of many processes, cut to this machine and run: same features, small sizes, few steps.
-
-The whole command line is checked first, for the number of processes that its launcher or its degrees name. Then the
-largest layout with the same kinds of parallelism that fits into the processes of this machine is chosen, the model is
-narrowed for it (narrow.py), and a launcher of its own starts it. Under another launcher, rank 0 does so and the other
-ranks end at once.
-"""
+The largest layout with the same kinds of parallelism that fits is chosen, the model is narrowed for it, and a launcher
+of its own starts it. Under another launcher, rank 0 does so and the other ranks end at once."""
 
 from __future__ import annotations
 
@@ -67,8 +63,8 @@ def is_rehearsal(argv: Sequence[str]) -> bool:
 
 
 def rehearse(argv: Sequence[str], entry: str) -> int:
-    """Cut the run and start it; the exit status: that of the cut run, or 2 where the command line is refused. `argv`:
-    the words of the command line. `entry`: the name of the entry point."""
+    """Cut the run of an entry point and start it; the exit status: that of the cut run, or 2 where the command line is
+    refused."""
     try:
         if launcher_number("RANK", 0):
             return 0

@@ -176,7 +176,6 @@ class Recorder:
             bucket.release()
 
     def note_state(self) -> None:
-        """Record weights and moments as they are before the first step."""
         for local in self._segments:
             self._keep_segment("loaded weight", local, local.master)
         self._keep_moments("loaded moment")

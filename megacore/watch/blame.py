@@ -1,12 +1,10 @@
 """Who holds a hung run up: a pure function from the ranks' ledgers to a verdict.
 
-In this order: a rank that wrote nothing, a process that is gone, a process that is stopped. Then the wait-for graph. A
-rank in a collective waits for the members that have posted fewer operations on that channel; in a send or receive, for
-the other side if that has posted fewer. Where the waits lead to ranks outside communication, or to ranks that have
-finished, those hold the others up. Where they lead in a circle, a rank that has left its usual order of operations,
-while the others have not, has caused it; without such a rank the verdict is the cycle itself. Where every rank has
-posted all that the others wait for, one alone that runs while they sleep probably loops. Nothing is guessed: a verdict
-that evidence does not prove is not certain, and may be "undetermined".
+In this order: a rank that wrote nothing, a process that is gone, one that is stopped. Then the wait-for graph: a rank
+waits for the members that have posted fewer operations on its channel. Where the waits lead to ranks outside
+communication, or that have finished, those hold the others up. In a circle, a rank that alone has left its usual order
+of operations has caused it. Else one alone that runs while all sleep probably loops. A verdict that evidence does not
+prove is not certain, and may be "undetermined".
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class Verdict:
 
 
 def blame(seen: Iterable[Seen], world_size: int) -> Verdict:
-    """The verdict on ranks that have stopped moving. `seen`: the ranks that have a ledger. `world_size`: number of
-    ranks of the job."""
+    """The verdict on ranks with a ledger that have stopped moving."""
     by_rank = {one.rank: one for one in seen}
     absent = tuple(rank for rank in range(world_size) if rank not in by_rank)
     if absent:

@@ -1,9 +1,6 @@
-"""How long a run may stand still before that counts as a hang; in multiples of `--hang-timeout-minutes`.
-
-A step may always take ten times the median of the last ones. What is rarer and takes longer (a save, an evaluation, the
-first step) has more time. The limit stays below the backend's timeout of a collective, which would end the run without
-naming a rank. The report of a hang says which limit held.
-"""
+"""How long a run may stand still before that counts as a hang; in multiples of `--hang-timeout-minutes`. A step may
+take ten times the median of the last ones; a save, an evaluation and the first step have more. The limit stays below
+the backend's timeout of a collective, which would end the run without naming a rank."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class Limit:
 
 
 def limit(seen: Sequence[Seen], verdict: Verdict) -> Limit:
-    """How long these ranks may stand still, if the verdict on them is right. `seen`: the ranks that have a ledger, one
-    or more. `verdict`: what `blame` says of them."""
+    """How long these ranks may stand still, if the verdict on them is right."""
     records = {one.rank: one.record for one in seen}
     identity = next(iter(records.values())).identity
     if verdict.kind in ("stopped", "gone"):  # needs no patience: it will not move again

@@ -1,12 +1,9 @@
-"""A rank's ledger: one memory-mapped file with what the rank does at this moment.
+"""A rank's ledger: one memory-mapped file with what the rank does at this moment, which other processes of the node
+read without the rank's help: also when it is stopped, killed or blocked in C. Entering or leaving a phase is two
+stores, of the phase as one 64-bit code and of the time, CLOCK_MONOTONIC, which all processes of a node share.
 
-The file survives the rank, and other processes of the node read it without the rank's help: also when the rank is
-stopped, killed or blocked in C. Entering or leaving a phase is two stores, of the phase as one 64-bit code and of the
-time. The times are CLOCK_MONOTONIC, which all processes of a node share.
-
-`LedgerFile` (watch/record.py) reads it. Layout, in words of 8 bytes: the fields of `Word`, then for each channel (a
-group that communicates, or a sender and receiver) how many operations the rank has posted, then a JSON text with what
-never or rarely changes.
+Layout, in words of 8 bytes: the fields of `Word`, then for each channel (a group that communicates, or a sender and
+receiver) how many operations the rank has posted, then a JSON text with what never or rarely changes.
 """
 
 from __future__ import annotations
@@ -92,12 +89,7 @@ class _Kind(NamedTuple):
 
 
 class Ledger:
-    """Writes this process's ledger.
-
-    Attributes:
-        had_deviated: whether this rank had left its usual order of operations when it voted last. Later the ranks
-            may have left it together, to find out why a loss is not finite.
-    """
+    """Writes this process's ledger."""
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.identity, self.directory = identity, directory
@@ -123,12 +115,15 @@ class Ledger:
         self.seconds = [0.0] * 64
         self.first_step = True  # whether no step has been done
         self._order = UsualOrder()
+        # `had_deviated`: whether this rank had left its usual order of operations at its last vote. Later the ranks may
+        # leave it together, to find out why a loss is not finite.
         self.in_step = self.had_deviated = False  # whether a step is under way
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
         self._describe()
         self._words[Word.MAGIC] = MAGIC
+        # Complete before it has the name that the watcher looks for.
         os.replace(new, self.path)
 
     # ---- phases
@@ -140,7 +135,6 @@ class Ledger:
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
 
     def enter(self, code: int) -> None:
-        """A phase begins."""
         now = monotonic()
         self.seconds[self._code & 63] += now - self._since
         self._stack.append(self._code)
@@ -149,15 +143,13 @@ class Ledger:
         self._reals[2] = now
 
     def enter_wait(self, code: int, count: int, nbytes: int) -> None:
-        """The wait for an operation begins. `code`: of the phase, which names the channel. `count`: the number of the
-        operation on the channel. `nbytes`: its size on this rank."""
+        """The wait for operation number `count` of the phase's channel begins; `nbytes` on this rank."""
         words = self._words
         words[5] = count  # Word.AWAITED
         words[6] = nbytes  # Word.BYTES
         self.enter(code)
 
     def leave(self) -> None:
-        """The phase ends, and the one around it continues."""
         now = monotonic()
         self.seconds[self._code & 63] += now - self._since
         self._code, self._since = self._stack.pop(), now
@@ -172,14 +164,12 @@ class Ledger:
         return before
 
     def leave_section(self, before: int) -> None:
-        """The section ends."""
         self.leave()
         self._words[Word.SECTION] = before
         if not self.in_step:
             self._log.begin()
 
     def begin_step(self, step: int) -> None:
-        """Step number `step` begins."""
         self._words[Word.STEP] = step
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.BETWEEN_STEPS)
@@ -194,7 +184,6 @@ class Ledger:
         self.in_step, self._order.expected = False, None
 
     def end_step(self) -> None:
-        """The step is done."""
         self.leave_step()
         seconds = self._since - self._begun
         if not self.first_step:
@@ -234,12 +223,10 @@ class Ledger:
     # ---- agreement
 
     def votes_on_operations(self) -> tuple[int, int]:
-        """This rank's terms of two sums over all ranks, where all are at the same point of a step.
-
-        The first sum is the number of ranks that know all their operations. If that is every rank, the second sum is a
-        multiple of AGREED where the members of every channel have posted the same operations of the same sizes: the
-        first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
-        """
+        """This rank's terms of two sums over all ranks, where all are at the same point of a step: the number of ranks
+        that know all their operations; and, if that is every rank, a multiple of AGREED where the members of every
+        channel have posted the same operations of the same sizes, and otherwise none, except with probability 1 /
+        AGREED."""
         self.had_deviated = self._words[Word.DEVIATION] != 0
         self._log.begin_vote()
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
@@ -248,6 +235,7 @@ class Ledger:
         for channel, number in self._numbers.items():
             digest = self._log.digests[number]
             is_first = channel.ranks[0] == self.identity.rank
+            # The first member adds what the others subtract: equal digests add up to 0, without a message of their own.
             total += digest * (len(channel.ranks) - 1) if is_first else -digest
         return 1, total % AGREED
 
@@ -299,6 +287,7 @@ class Ledger:
         channels = [[_progressions(channel.ranks), channel.is_message] for channel in self._numbers]
         while len(text := self._text_of(channels)) > SIZE - TEXT and channels:
             channels.pop()  # the reader knows channels by their number: the last ones are without ranks
+        # A reader takes the text only with a length: not while it is half written.
         self._words[Word.TEXT_BYTES] = 0
         self._map[TEXT : TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)

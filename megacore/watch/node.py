@@ -81,7 +81,6 @@ class Node:
         self._descriptors: dict[int, int] = {}
 
     def look(self) -> list[Seen]:
-        """The ranks of this node as they are now."""
         found: dict[int, LedgerFile] = {}
         for path in self.directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError, ValueError):  # being written

@@ -1,9 +1,6 @@
-"""What the watchers of several nodes tell each other, through the job's own store.
-
-A watcher publishes what its ranks do, often once they stand still. The watcher of node 0 puts all nodes together and
-decides; the others end their ranks when it has. A node that hears nothing of node 0, because the network is cut,
-decides for itself. The store is torch's: only here, on jobs over several nodes, the watcher loads torch.
-"""
+"""What the watchers of several nodes tell each other, through the job's own store. The watcher of node 0 puts all nodes
+together and decides; the others end their ranks when it has. A node that hears nothing of node 0, because the network
+is cut, decides for itself. The store is torch's: only here, on jobs over several nodes, the watcher loads torch."""
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ class Nodes:
         self._environment = environment
         self._store: Any = None
         self._call: threading.Thread | None = None
+        # A restart by torchrun keeps the store, with what the watchers of the earlier start have written.
         self._name = f"megacore/watch/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._published, self._serial, self._was_urgent = -math.inf, 0, False
         self._heard: dict[int, tuple[int, float]] = {}  # of each node: its last publication, and when it was new
@@ -54,8 +52,8 @@ class Nodes:
 
     def others(self) -> list[tuple[list[Seen], float]] | None:
         """The ranks of every other node, with the seconds for which they stand still; None if a node may yet move, or
-        if the first node is to decide and does. A node that was expected to publish and does not is left out: it is out
-        of reach."""
+        if the first node is to decide and does. A node that was expected to publish and does not is out of reach, and
+        left out."""
         if not self.decides:
             return [] if self._publication(0) is None else None
         others = []
@@ -84,6 +82,7 @@ class Nodes:
         if self._call is not None:
             self._call.join(PATIENCE.total_seconds())
         self._set("verdict", text)
+        # They look once a second.
         time.sleep(1.5)
 
     def verdict(self) -> str | None:
@@ -112,9 +111,7 @@ class Nodes:
         return self._call is not None and self._call.is_alive()
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
-        """The store's answer; None if it does not answer soon, is not served yet, or no longer. torch waits without a
-        limit for an answer over a connection that is cut. So a thread waits, and while it does the store is asked
-        nothing else."""
+        """The store's answer; None if it does not answer soon, is not served yet, or no longer."""
         if self._is_asking:
             return None
         answers: list[T] = []
@@ -125,6 +122,8 @@ class Nodes:
             except (ImportError, RuntimeError, OSError):
                 self._store = None
 
+        # Torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
+        # the store is asked nothing else.
         self._call = threading.Thread(target=call, name="store", daemon=True)
         self._call.start()
         self._call.join(PATIENCE.total_seconds())

@@ -30,8 +30,7 @@ class _Run:
 
 
 class OperationLog:
-    """Remembers operations in order. `channels`: the largest number of a channel. `messages`: phases that count as
-    one."""
+    """Remembers operations in order, on channels up to a number; phases of `messages` count as one."""
 
     def __init__(self, channels: int, messages: Collection[int]) -> None:
         self.posted: list[int] = []  # operations since a step last began or ended; whoever posts one appends it
@@ -42,7 +41,6 @@ class OperationLog:
         self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
 
     def begin(self) -> None:
-        """Begin a new list of operations."""
         self.digest()
         self.posted, self._digested = [], 0
 

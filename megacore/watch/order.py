@@ -28,7 +28,6 @@ class UsualOrder:
         self.left_in, self.expected = self._step, None
 
     def end(self, done: list[int]) -> None:
-        """The step is done."""
         self.expected = None
         if done == self._usual:
             self._is_settled, self.left_in = True, 0

@@ -44,7 +44,6 @@ class Record:
         return self.identity.rank
 
     def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object; `from_json` reads it."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return values | {
             "identity": asdict(self.identity),
@@ -56,7 +55,6 @@ class Record:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Record:
-        """The record of a JSON object."""
         channel = values["channel"]
         return Record(
             **{
@@ -71,13 +69,8 @@ class Record:
 
 
 class LedgerFile:
-    """Another process's ledger.
-
-    Raises ValueError where it is not complete yet, or none; OSError where it cannot be read.
-
-    Attributes:
-        identity: of the rank.
-    """
+    """Another process's ledger. Raises ValueError where it is not complete yet, or none; OSError where it cannot be
+    read."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR)

@@ -61,8 +61,8 @@ def channel_in_words(channel: Channel, record: Record) -> str:
 
 
 def table(seen: Iterable[Seen], absent: Sequence[int] = ()) -> list[str]:
-    """Lines with what each rank does, ranks in the same phase folded into one line, the longest wait first. `seen`: the
-    ranks that have a ledger. `absent`: those that should have one and do not."""
+    """Lines with what each rank does, ranks in the same phase folded into one line, the longest wait first. `absent`:
+    those that should have a ledger and do not."""
     folded: dict[tuple[str, int], list[Seen]] = {}
     ordered = sorted(seen, key=lambda one: one.rank)
     for one in ordered:
@@ -89,16 +89,9 @@ def hang_report(
     stacks: Mapping[int, str],
     world_size: int,
 ) -> str:
-    """The message about a hang, without the program's name in front.
-
-    Args:
-        seen: the ranks that have a ledger, one or more.
-        seconds: for which no rank has moved.
-        allowed: for how long they may, in words.
-        stacks: of the ranks that were asked for theirs, Python stacks as faulthandler writes them; empty where a
-            process did not answer.
-        world_size: number of ranks of the job.
-    """
+    """The message about a hang, without the program's name in front. `seconds`: for which no rank has moved. `allowed`:
+    for how long they may, in words. `stacks`: as faulthandler writes them, of the ranks that were asked; empty where a
+    process did not answer."""
     records = {one.rank: one.record for one in seen}
     step = max(record.step for record in records.values())
     some = next(iter(records.values()))

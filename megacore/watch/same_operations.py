@@ -1,10 +1,7 @@
-"""Finds operations in which ranks took part with different sizes.
-
-Backends do not always notice. gloo takes a message that is shorter than its receiver expects, and leaves the rest of
-the tensor as it was. So the ranks compare, in every step, a digest of all operations that they have posted on each
-channel (megacore/watch/ledger.py). It travels with the sums of the step, and costs no communication. Only where the
-digests differ are the operations themselves exchanged.
-"""
+"""Finds operations in which ranks took part with different sizes: gloo takes a message that is shorter than its
+receiver expects, and leaves the rest of the tensor as it was. The ranks compare, in every step, a digest of all
+operations on each channel, which travels with the sums of the step. Only where digests differ are the operations
+exchanged."""
 
 from __future__ import annotations
 
@@ -77,8 +74,8 @@ def first_difference(everyone: Sequence[Operations]) -> Difference | None:
 
 
 def odd_ones(posted: Mapping[int, str], deviating: Sequence[int]) -> tuple[list[int], str]:
-    """The ranks that are wrong, and how that is known; no rank where it is not. `posted`: what each member posted, by
-    rank. `deviating`: ranks that have left their usual order of operations."""
+    """The ranks that are wrong, and how that is known; no rank where it is not. `posted`: what each member posted.
+    `deviating`: ranks that have left their usual order of operations."""
     odd = [rank for rank in deviating if rank in posted]
     if 0 < 2 * len(odd) <= len(posted):
         return odd, "left what it does in every step, the others did not"

@@ -44,8 +44,8 @@ class _Kept:
 
 def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already. A node without a
-    place for ledgers is not watched, and says so; the run does not depend on it. `leaves_if_hung`: whether the process
-    is the trainer's, which ends with a status of its own. A program of one's own may handle the signal."""
+    place for ledgers is not watched, and says so. `leaves_if_hung`: the process is the trainer's, and ends with a
+    status of its own."""
     if Current.heartbeat is not None or config.watch.hang_timeout_minutes == 0:
         return
     identity = _identity(config, os.environ)
@@ -56,23 +56,20 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     except OSError as error:
         Current.heartbeat = None
         print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
+    # A program of one's own may handle the signal itself.
     if leaves_if_hung:
         threading.Thread(target=_leave_if_hung, name="hang-watch", daemon=True).start()
 
 
 def begin_in(directory: Path, identity: Identity) -> bool:
-    """Open this rank's ledger, and see to it that the node has a watcher that knows of it.
-
-    The watcher of an earlier run announces that it leaves, and then looks for new ledgers a last time. A rank writes
-    its ledger, and then looks for the announcement. So at least one of them notices the other.
-
-    Returns whether that is so; False: the directory has been removed meanwhile. Raises OSError where there is no room
-    for ledgers.
-    """
+    """Open this rank's ledger, and see to it that the node has a watcher that knows of it; False: the directory has
+    been removed meanwhile. Raises OSError where there is no room for ledgers."""
     try:
         make(directory)
         _Kept.stacks = stacks = stack_file(directory, identity.rank).open("wb")
         Current.heartbeat = ledger = Ledger(directory, identity)
+        # A watcher announces that it leaves, and then looks for new ledgers a last time; a rank writes its ledger, and
+        # then looks for the announcement. So at least one of them notices the other.
         while not _start_watcher(directory) and leaving_file(directory).exists():
             time.sleep(0.02)
     except FileNotFoundError:

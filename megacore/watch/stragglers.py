@@ -113,8 +113,7 @@ class Noticed:
 
 
 class Stragglers(Callback):
-    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched. `mesh`:
-    this rank's groups; all ranks make this object together. `first_step`: steps done before this run."""
+    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched."""
 
     def __init__(self, mesh: Mesh, *, first_step: int) -> None:
         unwatched = torch.tensor(float(this_ledger() is None), dtype=torch.float64, device=mesh.device)
@@ -128,7 +127,6 @@ class Stragglers(Callback):
         self._noticed = Noticed()
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """Begin to count."""
         if self._compares and not self._seconds and (ledger := this_ledger()):
             self._begin(ledger, step - 1)
             gc.callbacks.append(self._on_gc)
@@ -147,16 +145,13 @@ class Stragglers(Callback):
         return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
-        """Begin anew at the step that the run is back at."""
         if self._seconds and (ledger := this_ledger()):
             self._begin(ledger, rollback.to_step)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Count no longer."""
         self._end()
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        """Count no longer."""
         self._end()
 
     def _begin(self, ledger: Ledger, step: int) -> None:

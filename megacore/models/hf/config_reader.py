@@ -58,7 +58,6 @@ class ConfigReader:
         return self._values.get(name, default)
 
     def has(self, name: str) -> bool:
-        """Whether the file has the field."""
         return name in self._values
 
     def first_of(self, names: Sequence[str]) -> str:
@@ -67,8 +66,7 @@ class ConfigReader:
 
     def copied(self, ours: str, names: Sequence[str], default: Any) -> Any:
         """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type. `names`: what the
-        file may call it; where it has several, they must agree. `default`: what transformers takes where the file has
-        none."""
+        file may call it; they must agree. `default`: what transformers takes without one."""
         info = (field_infos(ModelConfig) | field_infos(ExpertsConfig))[ours]
         given = [(name, self._values[name]) for name in names if name in self._values]
         self._seen.update(names)
@@ -86,21 +84,18 @@ class ConfigReader:
         return info.kind(value)
 
     def only(self, name: str, allowed: Sequence[Any], default: Any = _MISSING, *, way_out: str = "") -> None:
-        """Refuse a field whose value is not among those that mean what megacore computes. `allowed`: the values; equal
-        of value and type. `default`: what transformers takes where the file has none; without one a missing field is
-        fine. `way_out`: the end of the message: what the user can do."""
+        """Refuse a field whose value, compared with its type, is not among those that mean what megacore computes.
+        `default`: what transformers takes without one; by default a missing field is fine."""
         value = self.get(name, default)
         if value is not _MISSING and not any(type(value) is type(one) and value == one for one in allowed):
             known = one_of([_shown(one) for one in allowed])
             self.problem(name, f"is {_shown(value)}, but megacore has only {known}{way_out}")
 
     def problem(self, name: str, text: str) -> None:
-        """Note what is wrong with a field."""
         if (said := f"{self.where}: {name} {text}") not in self.problems:  # a field may be read into two of ours
             self.problems.append(said)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A field that is true or false."""
         value = self.get(name, default)
         if type(value) is not bool:
             self.problem(name, f"is {_shown(value)}, not true or false")
@@ -108,8 +103,7 @@ class ConfigReader:
         return value
 
     def count(self, name: str, default: Any, of: str) -> int | None:
-        """A field that is a whole number, one or more, or null. `default`: what transformers takes where the file has
-        none. `of`: what it counts, for the message."""
+        """A field that is a whole number, one or more, or null; `of`: what it counts, for the message."""
         value = self.get(name, default)
         if value is not None and (type(value) is not int or value < 1):
             self.problem(name, f"is {str(value)[:40]!r}, not a number of {of}")
@@ -117,7 +111,6 @@ class ConfigReader:
         return value
 
     def positive(self, name: str, default: float) -> float:
-        """A field that is a number above 0."""
         value = self.get(name, default)
         if type(value) not in (int, float) or value <= 0:
             self.problem(name, f"is {str(value)[:40]!r}, not a positive number")

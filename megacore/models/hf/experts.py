@@ -53,8 +53,7 @@ class LatentAttention:
 
 
 def _read_groups(reader: ConfigReader, *, groups: int | None, chosen: int | None, best: int | None) -> dict[str, Any]:
-    """The groups of experts, of which one alone is as good as none. `chosen`: default of how many a token may use.
-    `best`: how many scores of a group count."""
+    """The groups of experts, of which one alone is as good as none."""
     number, used = reader.get("n_group", groups), reader.get("topk_group", chosen)
     if type(number) is not int or type(used) is not int:
         reader.problem("n_group", f"is {str(number)[:40]!r}, and topk_group {str(used)[:40]!r}, not whole numbers")

@@ -84,8 +84,7 @@ def _row(ours: str, value: list[Any]) -> Row:
 
 
 def _rules(ours: str, theirs: str | Mapping[str, str], prefix: str) -> Iterator[TensorRule]:
-    """The rule of a row, or those of weight and bias. `theirs`: words of the order and the names, or two of these, the
-    second under its condition. `prefix`: what the names begin with."""
+    """The rule of a row, or those of weight and bias. `theirs`: words of the order and the names, or two of these."""
     usual, *other = [("", theirs)] if isinstance(theirs, str) else theirs.items()
     words, _, names = usual[1].rpartition(": ")
     is_transposed = "transposed" in words.split()

@@ -77,9 +77,9 @@ class Family:
         return self.describe(values, where, refuse_unknown=True).model
 
     def describe(self, values: Mapping[str, Any], where: str, *, refuse_unknown: bool = False) -> Description:
-        """The model that a config.json describes, and the fields of it that megacore does not know. `refuse_unknown`:
-        an unknown field is refused, because nothing will show whether it changes the model. Raises CheckpointError with
-        everything in it that megacore cannot represent exactly, by field."""
+        """The model that a config.json describes, and the fields of it that megacore does not know; with
+        `refuse_unknown` these are refused, as nothing will show whether they change the model. Raises CheckpointError
+        with everything that megacore cannot represent exactly, by field."""
         reader = ConfigReader(values, where)
         ours: dict[str, Any] = {}
         for row in self.same:
@@ -135,16 +135,13 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the blocks have experts."""
         return any(row.ours == "num_experts" for row in self.same)
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The classes of transformers that megacore reads."""
         return (self.architecture, *filter(None, [self.without_sentences]), *self.other_names)
 
     def class_of(self, bert: ResolvedBert | None) -> str:
-        """The class that a model becomes."""
         if self.without_sentences is not None and bert is not None and bert.sentence_task == "none":
             return self.without_sentences
         return self.architecture

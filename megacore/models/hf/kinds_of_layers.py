@@ -44,8 +44,7 @@ def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str) -> st
 
 
 def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
-    """ModelConfig's fields for blocks of these kinds. `kinds`: a letter for each block. `window`: of those that have
-    one."""
+    """ModelConfig's fields for blocks of these kinds, a letter each; `window` is of those that have one."""
     is_mixed = len(set(kinds)) > 1 or kinds.strip(WINDOW + FULL) != ""
     return {
         "window_size": window if WINDOW in kinds else None,

@@ -57,7 +57,7 @@ def read_rope(
         base: the field that older files have the base in.
         usual_base: what transformers takes where the file has none.
         share: of a head that is rotated, where the rope parameters do not say it.
-        original: context before scaling, of a family that has it outside the rope parameters; None: it is there.
+        original: context before scaling, of a family that has it outside the rope parameters.
         renamed: kinds of scaling by names that only this family gives them -> their usual names.
     """
     given = {name: reader.get(name) for name in ("rope_parameters", "rope_scaling")}

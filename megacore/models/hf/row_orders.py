@@ -1,9 +1,8 @@
 """Orders of rows: how the rows of a family's tensors follow each other in one of megacore's.
 
 Megacore keeps query, key and value in one matrix whose rows go by head group, [group][q.., k, v][d]; the families keep
-them apart, or stacked, or by head. Every such difference is a list of runs, each a range of rows of one source. Where
-the family stores matrices as [in, out] (Conv1D), rows are its columns. One description therefore serves both
-directions and any slice.
+them apart, stacked, or by head. Every difference is a list of runs, each a range of rows of one source (of columns,
+where matrices are [in, out], Conv1D), so that one description serves both directions and any slice.
 
 Shape legend: n heads, g head groups, d head size.
 """

@@ -155,8 +155,7 @@ class Bar:
 
 
 def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
-    """Horizontal bars of GiB, each with a tick where it was predicted. `largest`: value of a full bar. `title`: for
-    those who cannot see it."""
+    """Horizontal bars of GiB, each with a tick where it was predicted; `title` is for those who cannot see it."""
     width, row, left, right = 560.0, 22.0, 128.0, 150.0
     height = row * len(bars) + 6
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']

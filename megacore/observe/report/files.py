@@ -49,12 +49,10 @@ class RunFiles:
     problems: list[str] = field(default_factory=list)  # what could not be read
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting of config.toml, or None."""
         table = self.settings.get(section)
         return table.get(name) if isinstance(table, Mapping) else None
 
     def events_of(self, *kinds: str) -> list[Record]:
-        """The events of some kinds, in order."""
         return [event for event in self.events if event["event"] in kinds]
 
     def changed_settings(self) -> Iterator[Setting]:

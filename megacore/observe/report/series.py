@@ -26,8 +26,7 @@ def finite(value: object) -> float | None:
 
 def decimated(points: Sequence[Point], buckets: int) -> list[Point]:
     """At most two points per bucket of the x axis, its lowest and its highest, in order. A bucket without any number is
-    one point without a number, so that the gap stays visible. `buckets`: at least 1; about as many as the picture has
-    pixels."""
+    one point without a number, so that the gap stays visible."""
     if len(points) <= 2 * buckets:
         return list(points)
     first, width = points[0].x, (points[-1].x - points[0].x) / buckets or 1.0

@@ -43,7 +43,7 @@ def background_sinks(run: RunInfo) -> list[Sink]:
 
 
 class Background(Sink):
-    """A tracker with its thread. `tracker`: used by the thread only. `run`: the run that it follows."""
+    """A tracker with its thread, which alone uses it."""
 
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
         self._tracker, self._run, self._say = tracker, run, say

@@ -1,8 +1,5 @@
-"""`--csv`: metrics.csv in the output directory, a row per record of metrics.jsonl and a column per metric.
-
-The file is derived from metrics.jsonl, which is complete. A run that resumes, that rolls back, or that gets a metric it
-did not have before writes it anew.
-"""
+"""`--csv`: metrics.csv in the output directory, a row per record of metrics.jsonl and a column per metric. A run that
+resumes, that rolls back, or that gets a new metric writes it anew."""
 
 from __future__ import annotations
 
@@ -25,27 +22,23 @@ class CsvFile:
     flag = "--csv"
 
     def open(self, run: RunInfo) -> None:
-        """Write the rows of the records that the run has so far."""
         self._path = run.output_dir / NAME
         self._columns: list[str] = []
         self._write_all([r for r in _records(run.output_dir / "metrics.jsonl") if r["step"] <= run.first_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a row."""
         if not record.keys() <= set(self._columns):
             self._write_all([*self._written(), record])
             return
         self._file.append(self._rows([record]).encode())
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of later steps."""
         self._write_all([row for row in self._written() if int(row["step"]) <= step])
 
     def close(self, *, failed: bool) -> None:
         """Nothing is left: every row is written at once."""
 
     def _written(self) -> list[dict[str, str]]:
-        """The rows so far."""
         self._file.restore()
         with self._path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))

@@ -46,7 +46,6 @@ class TensorBoard:
             self.rewind(run.first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write the numbers of a record as scalars."""
         values = (
             _field(1, _BYTES, _field(1, _BYTES, key.encode()) + _field(2, _FLOAT, float(value)))
             for key, value in record.items()
@@ -59,7 +58,6 @@ class TensorBoard:
         self._write(_field(7, _BYTES, _field(1, _VARINT, _START)), step + 1)
 
     def close(self, *, failed: bool) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, content: bytes, step: int) -> None:
@@ -69,7 +67,6 @@ class TensorBoard:
 
 
 def _field(number: int, wire: int, value: Any) -> bytes:
-    """A field of a protocol buffer."""
     key = _varint(number << 3 | wire)
     if wire == _DOUBLE:
         return key + struct.pack("<d", value)

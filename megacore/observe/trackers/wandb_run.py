@@ -1,8 +1,5 @@
-"""`--wandb-project`: a run of Weights & Biases, which a resumed run continues.
-
-W&B drops what comes with a lower step than before. A run that resumes or rolls back repeats steps, so ours is a
-separate metric, and the x axis of all others (`define_metric`).
-"""
+"""`--wandb-project`: a run of Weights & Biases, which a resumed run continues. W&B drops what comes with a lower step
+than before, so that ours, which resumes and rollbacks repeat, is a separate metric, and the x axis of all others."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class WandbRun:
         self._settings = settings
 
     def open(self, run: RunInfo) -> None:
-        """Start the W&B run, or continue the one whose id is in the output directory."""
         import wandb
 
         settings, self._id, self._id_file = self._settings, _run_id(run), run.output_dir / ID_FILE
@@ -64,7 +60,6 @@ class WandbRun:
         """Nothing: what W&B has cannot be dropped, and what follows is drawn at its steps again."""
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left, and end the W&B run."""
         self._run.finish(exit_code=int(failed))
 
 
