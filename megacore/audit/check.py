@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megacore.audit.ledger import BEGINS, FILE, BrokenLedger, Line, lines_of
-from megacore.audit.state_hash import in_hex, stored_hash, totals
+from megacore.audit.state_hash import SHORT, in_hex, stored_hash, totals
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
+from megacore.config.messages import counted
 from megacore.errors import CheckpointError, UserError
 from megacore.remote import Location
 
@@ -103,6 +104,15 @@ class History:
             else _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
         )
 
+    def different_tensors(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        """Which tensors differ in two lines of a step, in words; empty where they tell nothing."""
+        names = [f"{kind} of {name}" for kind, of_kind in self.start.record["state"].items() for name in of_kind]
+        here, there = (_parts(line.get("tensors", "")) for line in (one, other))
+        if not len(here) == len(there) == len(names):
+            return ""
+        found = [name for name, a, b in zip(names, here, there, strict=True) if a != b]
+        return f"; first {found[0]}, {len(found)} of {counted(len(names), 'tensor')}" if found else ""
+
     def _other_state(self, line: Line) -> str | None:
         """How the state of a line differs from what an earlier one says of the same step."""
         state = totals_of(line)
@@ -118,10 +128,8 @@ class History:
 
 def totals_of(line: Line) -> Mapping[str, str] | None:
     """The hashes of a line's state, one for each kind of tensor; None where it has none."""
-    if line.kind != "save":
-        return line.record.get("state")
-    tensors = line.record["tensors"]
-    return totals({(kind, name): int(text, 16) for kind, names in tensors.items() for name, text in names.items()})
+    state = line.record.get("state")
+    return state if state is None or line.kind == "step" else totals(state)
 
 
 def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
@@ -142,13 +150,13 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
         ):
             if there != here:
                 yield f"{where}: {name} {here}, but line {save.number} says {there}"
-        reader, tensors = Reader(directory, manifest), save.record["tensors"]
-        for kind, names in tensors.items():
+        reader = Reader(directory, manifest)
+        for kind, names in save.record["state"].items():
             entries = manifest.tensors.get(kind, {})
             for name in sorted(names.keys() | entries.keys()):
                 if name not in entries or name not in names:
                     yield f"{where}: {kind} of {name} is {'missing' if name in names else 'new'}"
-                elif in_hex(stored_hash(reader, (kind, name), entries[name])) != names[name]:
+                elif stored_hash(reader, kind, name, entries[name].shape) != names[name]:
                     yield f"{where}: {kind} of {name} is not what line {save.number} says"
     except CheckpointError as error:
         yield f"{where}: {error}"
@@ -159,32 +167,38 @@ def uncovered(directory: Location, history: History) -> list[str]:
     return sorted(read_manifest(directory).tensors.keys() - history.start.record["state"].keys())
 
 
-def first_difference(
-    one: Mapping[str, Any], other: Mapping[str, Any], rounding: Mapping[str, float] | None
-) -> tuple[str, str] | None:
+def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> tuple[str, str] | None:
     """What of two lines of a step differs first, and how in words.
 
     Args:
-        one: a line.
-        other: another.
-        rounding: how far losses and norms may be from each other; None: not at all.
+        history: of the first line.
+        line: the first line.
+        other: the record of the other one.
     """
+    rounding, one = history.rounding, line.record
     for name, cause in CAUSES.items():
         here, there = one.get(name), other.get(name)
         if here == there or (name in ("data", "state") and None in (here, there)):
             continue
-        if rounding is not None and name == "state":
+        if rounding is not None and (name == "state" or _near(here, there, rounding.get(name))):
             continue
-        if rounding is not None and name in rounding:
-            a, b = float.fromhex(here or "nan"), float.fromhex(there or "nan")
-            if abs(a - b) <= rounding[name] * max(abs(a), abs(b)):
-                continue
-        return name, f"{name} {_shown(name, here)} and {_shown(name, there)}: {cause}"
+        tensors = history.different_tensors(one, other) if name == "state" else ""
+        return name, f"{name} {_shown(name, here)} and {_shown(name, there)}: {cause}{tensors}"
     return None
+
+
+def _near(here: str, there: str, rounding: float | None) -> bool:
+    """Whether two numbers are equal but for rounding, where there may be any."""
+    a, b = (float.fromhex(text) if rounding is not None else 0.0 for text in (here, there))
+    return rounding is not None and abs(a - b) <= rounding * max(abs(a), abs(b))
 
 
 def _shown(name: str, value: Any) -> str:
     return f"{float.fromhex(value):.9g} ({value})" if name in ("lr", "loss", "norm") else str(value)
+
+
+def _parts(text: str) -> list[str]:
+    return [text[start : start + SHORT] for start in range(0, len(text), SHORT)]
 
 
 def different_facts(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -116,10 +116,10 @@ def _print_summary(history: History) -> None:
 
 def _different(history: History, other: History) -> Iterator[str]:
     common = sorted(history.steps.keys() & other.steps.keys())
-    rounding, last = history.rounding or other.rounding, None
+    last = None
     for step in common:
         here, there = history.steps[step], other.steps[step]
-        if found := first_difference(here.record, there.record, rounding):
+        if found := first_difference(history, here, there.record):
             equal = "" if last is None or found[0] != "state" else f", and equal after step {last}"
             yield f"step {step} (lines {here.number} and {there.number}){equal}: {found[1]}"
             for fact in different_facts(history.start.record["facts"], other.start.record["facts"]):
@@ -127,7 +127,7 @@ def _different(history: History, other: History) -> Iterator[str]:
             return
         if "state" in here.record and "state" in there.record:
             last = step
-    print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if rounding else ''}")
+    print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if history.rounding else ''}")
 
 
 def _replayed(history: History, args: Namespace) -> Iterator[str]:

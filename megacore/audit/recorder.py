@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.audit.ledger import FILE, Ledger
-from megacore.audit.state_hash import StateHash, batch_hash, by_kind, in_hex, totals
+from megacore.audit.state_hash import Hashes, StateHash, batch_hash, in_hex, shortened, totals
 from megacore.checkpoint import Saved, read_manifest
 from megacore.observe.sinks import set_aside
 from megacore.train.callbacks import Callback, Run
@@ -64,8 +64,8 @@ class StepRecords:
         """The whole line, from its numbers in host memory."""
         record["loss"] = float(numbers[0].view(torch.float64)).hex()
         if len(numbers) > 1:
-            *state, batch = numbers[1:].tolist()
-            record |= {"state": totals(self.state.by_name(state)), "data": in_hex(batch)}
+            hashes = self.state.hashes(numbers[1:])
+            record |= {"data": in_hex(int(numbers[-1])), "state": totals(hashes), "tensors": shortened(hashes)}
         return record
 
 
@@ -93,7 +93,7 @@ class Recorder(Callback):
         self._records = StepRecords(trainer)
         self._ledger: Ledger | None = None
         self._waiting: _Waiting | None = None
-        self._to_save: dict[int, dict[str, dict[str, str]]] = {}  # hashes by the step of saves that are under way
+        self._to_save: dict[int, Hashes] = {}  # hashes by the step of saves that are under way
         hashes = self._hashes()
         if not trainer.mesh.world.is_first:
             return
@@ -108,7 +108,7 @@ class Recorder(Callback):
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "loaded": None if loaded is None else loaded.manifest_sha256,
             "layout": dict(trainer.mesh.degrees),
-            "state": totals(hashes),
+            "state": hashes,
             "facts": facts(trainer.config),
         }
         self._ledger.append(start)
@@ -129,9 +129,7 @@ class Recorder(Callback):
 
     def before_save(self, run: Run) -> None:
         """Hash what is saved."""
-        hashes = self._hashes()
-        self._to_save = {step: kept for step, kept in self._to_save.items() if step > run.step - 2 * self._interval}
-        self._to_save[run.step] = by_kind(hashes)
+        self._to_save[run.step] = self._hashes()
 
     def on_save(self, run: Run, saved: Saved) -> None:
         """Note the checkpoint, and what it must hold."""
@@ -146,7 +144,7 @@ class Recorder(Callback):
                 "manifest": manifest.manifest_sha256,
                 "samples": manifest.consumed_samples,
                 "updates": manifest.updates,
-                "tensors": self._to_save.pop(saved.step),
+                "state": self._to_save.pop(saved.step),
             }
         )
 
@@ -155,7 +153,7 @@ class Recorder(Callback):
         hashes = self._hashes()
         if self._ledger is not None:
             of_rollback = {"step": run.step, "samples": rollback.stop_sample, "from_step": rollback.from_step}
-            self._ledger.append({"line": "rollback", **of_rollback, "reason": reason, "state": totals(hashes)})
+            self._ledger.append({"line": "rollback", **of_rollback, "reason": reason, "state": hashes})
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Nothing follows."""
@@ -163,10 +161,10 @@ class Recorder(Callback):
         if self._ledger is not None:
             self._ledger.close()
 
-    def _hashes(self) -> dict[tuple[str, str], int]:
-        """Of the state as it is now; of what waits the line is written first."""
+    def _hashes(self) -> Hashes:
+        """Of the state as it is now; the line that waits is written first."""
         self._write_waiting()
-        return self._records.state.by_name(self._records.state.sums().tolist())
+        return self._records.state.hashes()
 
     def _write_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None

@@ -13,7 +13,6 @@ import tomli_w
 
 from megacore.audit.check import History, different_facts, first_difference
 from megacore.audit.recorder import StepRecords
-from megacore.audit.state_hash import by_kind
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.commands.pretrain_gpt import read_config, trainer_of
@@ -61,7 +60,7 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
             result = trainer.train_step(next(trainer.batches))
             line = history.steps[result.step]
             record = records.completed(*records.of(result, with_state="state" in line.record))
-            if different := first_difference(line.record, record, history.rounding):
+            if different := first_difference(history, line, record):
                 problems.append(f"step {result.step} (line {line.number}): {different[1]}")
         trainer.model.data_parallel.ready()
         if problems and mesh.world.is_first:
@@ -81,12 +80,12 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
 
 def _wrongly_loaded(history: History, directory: Location, manifest: Manifest, records: StepRecords) -> Iterator[str]:
     """The first tensor that is not as it was saved; all ranks call this together."""
-    loaded = by_kind(records.state.by_name(records.state.sums().tolist()))
+    loaded = records.state.hashes()
     save = history.saves.get(manifest.manifest_sha256)
     if save is None:
         yield f"{directory.name}: its manifest.json is not one that the run saved"
         return
-    for kind, names in save.record["tensors"].items():
+    for kind, names in save.record["state"].items():
         for name, said in names.items():
             if loaded.get(kind, {}).get(name) != said:
                 yield f"{directory.name}: {kind} of {name} is not what line {save.number} says"

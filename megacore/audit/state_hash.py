@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.load import Reader
-from megacore.checkpoint.manifest import TensorEntry
 from megacore.checkpoint.state import BUFFERS, WEIGHTS, spec_of_state
 from megacore.config.optimizers import StateKind
 from megacore.data import Batch
@@ -37,11 +36,15 @@ from megacore.zero.local_segments import LocalSegment
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements in one operator: the products of a processor's stay in its cache, and a device's are many enough to fill it.
 _ON_CPU, _ON_DEVICE = 1 << 17, 1 << 22
+SHORT = 4  # digits
 _READ = 1 << 24  # elements of a checkpoint's tensor in memory at a time
+
+_SAMPLES = 1 << 16  # numbers of samples are counted modulo this, for which there are factors
 
 TensorName = tuple[str, str]
 """The kind (`model`, `exp_avg`, ...) and the global name."""
-Hashes = Mapping[TensorName, int]
+Hashes = dict[str, dict[str, str]]
+"""The hash of each tensor in hexadecimal, by kind and global name."""
 
 
 class Part(NamedTuple):
@@ -106,19 +109,15 @@ def name_factor(*name: str | int) -> int:
     return factor - (1 << 64) if factor >= 1 << 63 else factor
 
 
-@torch.no_grad()
 def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
     """What microbatches add to the hash of a step's samples, by their numbers in the run; int64, on their device."""
     sums = []
     for microbatch in microbatches:
-        for field in fields(microbatch):
-            if field.name == "index":
-                continue
-            tensor: Tensor = getattr(microbatch, field.name)
-            flat = tensor.reshape(len(tensor), -1)
-            for number, sample in enumerate(flat, microbatch.index * len(flat)):
-                part = Part(sample, 0, sample.shape, ((0, sample.numel()),))
-                sums.append(part_hash(part) * name_factor("sample", field.name, number))
+        for name in (field.name for field in fields(microbatch) if field.name != "index"):
+            tensor: Tensor = getattr(microbatch, name)
+            first = microbatch.index * len(tensor) % _SAMPLES
+            slices = ((first, first + len(tensor)), *((0, size) for size in tensor.shape[1:]))
+            sums.append(part_hash(Part(tensor, 0, tensor.shape, slices)) * name_factor("samples", name))
     return torch.stack(sums).sum()
 
 
@@ -154,9 +153,12 @@ class StateHash:
             total.index_add_(0, torch.tensor(places, device=device), terms)
         return all_reduce_job_(total, self._mesh)
 
-    def by_name(self, sums: Sequence[int]) -> dict[TensorName, int]:
-        """The hashes of `sums`, in host memory, by the names of tensors."""
-        return dict(zip(self.names, sums, strict=False))
+    def hashes(self, sums: Tensor | None = None) -> Hashes:
+        """Of the tensors, from `sums` that are in host memory already, or as they are now."""
+        found: Hashes = {}
+        for (kind, name), value in zip(self.names, (self.sums() if sums is None else sums).tolist(), strict=False):
+            found.setdefault(kind, {})[name] = in_hex(value)
+        return found
 
     def _parts(self) -> Iterator[tuple[TensorName, Part | None]]:
         """What this rank counts; None of state before its first update, whose values are zero."""
@@ -192,31 +194,27 @@ class StateHash:
         return state.to(getattr(torch, kind.dtype))
 
 
-def stored_hash(reader: Reader, name: TensorName, entry: TensorEntry) -> int:
+def stored_hash(reader: Reader, kind: str, name: str, shape: Sequence[int]) -> str:
     """The hash of a tensor of a checkpoint, some of its rows in memory at a time."""
-    shape, total = tuple(entry.shape), 0
-    rows = max(1, _READ // max(1, math.prod(shape[1:])))
+    total, rows = 0, max(1, _READ // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0] if shape else 1, rows):
         slices = ((first, min(first + rows, shape[0])), *((0, size) for size in shape[1:])) if shape else ()
-        values = reader.read(*name, slices)
+        values = reader.read(kind, name, slices)
         total += int(part_hash(Part(values, 0, values.shape, slices)))
-    return total
+    return in_hex(total)
 
 
 def totals(hashes: Hashes) -> dict[str, str]:
-    """One hash for each kind of tensor, in hexadecimal."""
-    kinds: dict[str, int] = {}
-    for name, value in hashes.items():
-        kinds[name[0]] = kinds.get(name[0], 0) + value * name_factor(*name)
-    return {kind: in_hex(value) for kind, value in sorted(kinds.items())}
+    """One hash for each kind of tensor."""
+    return {
+        kind: in_hex(sum(int(text, 16) * name_factor(kind, name) for name, text in of_kind.items()))
+        for kind, of_kind in hashes.items()
+    }
 
 
-def by_kind(hashes: Hashes) -> dict[str, dict[str, str]]:
-    """The hashes of tensors in hexadecimal, by kind and global name."""
-    found: dict[str, dict[str, str]] = {}
-    for (kind, name), value in hashes.items():
-        found.setdefault(kind, {})[name] = in_hex(value)
-    return found
+def shortened(hashes: Hashes) -> str:
+    """The last digits of the hash of each tensor, which tell which ones differ where a total does."""
+    return "".join(text[-SHORT:] for of_kind in hashes.values() for text in of_kind.values())
 
 
 def in_hex(value: int) -> str:

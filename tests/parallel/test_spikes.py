@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import mse_loss
 
 from megacore import ops
+from megacore.audit.command import main as audit
 from megacore.checkpoint.manifest import read_manifest
 from megacore.config import OptimizerConfig, SpikeConfig
 from megacore.errors import ConfigError, TrainingDiverged
@@ -81,7 +82,7 @@ class Losses(Callback):
 def trainer_on(
     mesh: Mesh | None, layout: Layout, directory: Path, data: Text, losses: Losses, spikes: SpikeConfig, **changes: Any
 ) -> Trainer:
-    options: dict[str, Any] = OPTIONS | {"save_interval": SAVE} | changes
+    options: dict[str, Any] = OPTIONS | {"save_interval": SAVE, "ledger": True} | changes
     config = make_config(layout, directory, **options, **vars(spikes))
     return make_trainer(config, mesh or build_mesh(config.parallel), data, callbacks=[losses])
 
@@ -157,6 +158,7 @@ def _look_at_files(directory: Path) -> None:
     (event,) = (event for event in events if event["event"] == "rollback")
     assert (event["step"], event["to_step"]) == (10, LAST_SAVED)
     assert event["skipped_samples"] == [SKIPPED.start, SKIPPED.stop]
+    assert audit([str(directory)]) == 0, "the ledger follows the rollback"
 
 
 @pytest.mark.parametrize(
