@@ -40,6 +40,7 @@ class History:
         lines: all of them.
         steps: the line of each step that counts: the run went back behind the others.
         saves: the line of each checkpoint, by the digest of its manifest.
+        gone: the digests of those behind which the run went back.
         abandoned: of each line with which the run went back, the steps that no longer count.
 
     Raises:
@@ -52,6 +53,7 @@ class History:
         self.lines: list[Line] = []
         self.steps: dict[int, Line] = {}
         self.saves: dict[str, Line] = {}
+        self.gone: set[str] = set()
         self.abandoned: dict[int, range] = {}
         self._states: dict[int, tuple[Mapping[str, str], Line]] = {}  # known after each step
         self._position = -1, -1  # the last step, and the samples that it leaves behind
@@ -74,6 +76,7 @@ class History:
             if lost := [number for number in self.steps if number > line.step]:
                 self.abandoned[line.number] = range(min(lost), max(lost) + 1)
             self.steps = {number: kept for number, kept in self.steps.items() if number <= line.step}
+            self.gone |= {digest for digest, save in self.saves.items() if save.step > line.step}
             self._states = {number: state for number, state in self._states.items() if number <= line.step}
         elif line.kind == "step":
             first, stop = said["samples"]
@@ -88,7 +91,11 @@ class History:
     @property
     def start(self) -> Line:
         """The last line of a start."""
-        return next(line for line in reversed(self.lines) if line.kind == "start")
+        return self.start_of(self.lines[-1])
+
+    def start_of(self, line: Line) -> Line:
+        """The start that wrote a line."""
+        return next(each for each in reversed(self.lines[: line.number]) if each.kind == "start")
 
     def save_of(self, step: int) -> Line | None:
         """The last save of a step."""
@@ -187,7 +194,7 @@ def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> 
     return None
 
 
-def _near(here: str, there: str, rounding: float | None) -> bool:
+def _near(here: Any, there: Any, rounding: float | None) -> bool:
     """Whether two numbers are equal but for rounding, where there may be any."""
     a, b = (float.fromhex(text) if rounding is not None else 0.0 for text in (here, there))
     return rounding is not None and abs(a - b) <= rounding * max(abs(a), abs(b))

@@ -11,12 +11,15 @@ from typing import Any
 
 import tomli_w
 
-from megacore.audit.check import History, different_facts, first_difference
+from megacore.audit.check import History, different_facts, first_difference, in_ranges
+from megacore.audit.ledger import Line
 from megacore.audit.recorder import StepRecords
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.commands.pretrain_gpt import read_config, trainer_of
-from megacore.config import ResolvedConfig
+from megacore.config import SECTIONS, ResolvedConfig
+from megacore.config.fields import field_infos
+from megacore.config.spelling import flag
 from megacore.errors import UserError
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
@@ -43,19 +46,20 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
         UserError: the ledger lacks the step, or there is no checkpoint before it.
     """
     if step not in history.steps:
-        raise UserError(
-            f"{history.path} has no line of step {step} that counts: use one of {min(history.steps)} or more"
-        )
-    directory, manifest = _nearest(run, step)
+        raise UserError(f"{history.path} has no line of step {step} that counts: use one of {in_ranges(history.steps)}")
+    directory, manifest = _nearest(run, step, history)
     if "bert" in manifest.config:
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
+    save, local_rank = history.saves[manifest.manifest_sha256], os.environ.get("LOCAL_RANK", "0")
+    if changed := [each for each in _settings_since(history, save, step) if each.split()[0] not in flags]:
+        raise UserError(f"the run went on from {directory.name} with other settings: add {' '.join(changed)}")
     work = Path(tempfile.gettempdir(), f"megacore-replay-{os.environ.get('MASTER_PORT', os.getpid())}")
     problems: list[str] = []
 
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
         trainer = trainer_of(config, mesh)
         records = StepRecords(trainer)
-        problems.extend(_wrongly_loaded(history, directory, manifest, records))
+        problems.extend(_wrongly_loaded(save, records))
         while trainer.step < step and not problems:
             result = trainer.train_step(next(trainer.batches))
             line = history.steps[result.step]
@@ -67,38 +71,46 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
             problems.extend(f"  {each}" for each in _changes(history, facts(config)))
 
     work.mkdir(parents=True, exist_ok=True)
+    settings = work / f"run_{local_rank}.toml"
     try:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            (work / "run.toml").write_text(tomli_w.dumps(_settings(manifest)))
-        words = ["--config", str(work / "run.toml"), "--load", str(directory), "--output-dir", str(work / "output")]
+        settings.write_text(tomli_w.dumps(_settings(manifest)))
+        words = ["--config", str(settings), "--load", str(directory), "--output-dir", str(work / "output")]
         status = launch(read_config([*words, *flags], prog="audit.py"), body)
     finally:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if local_rank == "0":
             shutil.rmtree(work, ignore_errors=True)
     return status, problems
 
 
-def _wrongly_loaded(history: History, directory: Location, manifest: Manifest, records: StepRecords) -> Iterator[str]:
+def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:
     """The first tensor that is not as it was saved; all ranks call this together."""
     loaded = records.state.hashes()
-    save = history.saves.get(manifest.manifest_sha256)
-    if save is None:
-        yield f"{directory.name}: its manifest.json is not one that the run saved"
-        return
     for kind, names in save.record["state"].items():
         for name, said in names.items():
             if loaded.get(kind, {}).get(name) != said:
-                yield f"{directory.name}: {kind} of {name} is not what line {save.number} says"
+                yield f"{save.record['checkpoint']}: {kind} of {name} is not what line {save.number} says"
                 return
 
 
-def _nearest(run: Location, step: int) -> tuple[Location, Manifest]:
+def _nearest(run: Location, step: int, history: History) -> tuple[Location, Manifest]:
+    """The last checkpoint before a step, of those that the run saved and has not gone back behind."""
+    kept = history.saves.keys() - history.gone
     found = [(directory, read_manifest(directory)) for directory in (published(run) or [run])]
-    before = [pair for pair in found if pair[1].step < step]
+    before = [pair for pair in found if pair[1].step < step and pair[1].manifest_sha256 in kept]
     if not before:
-        steps = ", ".join(str(manifest.step) for _, manifest in found)
-        raise UserError(f"--checkpoint {run} has steps {steps}, but --replay {step} needs one before it: give another")
+        steps = in_ranges(history.saves[digest].step for digest in kept) or "none"
+        raise UserError(f"{run} has no checkpoint before step {step} as the run saved it: the ledger has steps {steps}")
     return max(before, key=lambda pair: pair[1].step)
+
+
+def _settings_since(history: History, save: Line, step: int) -> list[str]:
+    """The settings with which a step was taken, and a checkpoint not, as flags."""
+    there, here = (history.start_of(line).record["facts"] for line in (save, history.steps[step]))
+    of_run = {
+        flag(name) for table, section in SECTIONS.items() if table not in _LAYOUT for name in field_infos(section)
+    }
+    names = sorted(of_run & here.keys() - {"--output-dir"})
+    return [f"{name} {here[name]}" for name in names if here[name] != there.get(name)]
 
 
 def _settings(manifest: Manifest) -> dict[str, dict[str, Any]]:
