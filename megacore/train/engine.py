@@ -13,25 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megacore.checkpoint import CheckpointSaver
-from megacore.config import (
-    AverageConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    OptimizerSettings,
-    ParallelConfig,
-    PrecisionConfig,
-    SpikeConfig,
-    TrainingConfig,
-    WatchConfig,
-)
 from megacore.errors import UserError
 from megacore.models.plain import (
     BuiltLayer,
@@ -42,10 +30,9 @@ from megacore.models.plain import (
     take_values_of_first_rank,
 )
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.compiled import Backend
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.heartbeat import Phase, phase, section
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
+from megacore.parallel.mesh import build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardSpec
@@ -53,17 +40,15 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
-from megacore.train.engine_settings import ChoosesOptimizer, EngineSettings, replicas, without_times
+from megacore.train.engine_settings import EngineSettings
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.observers import observers
 from megacore.train.plain_task import (
-    Divide,
     LossFunction,
     Pair,
     PlainMicrobatch,
     PlainTask,
     cut,
-    divide_positions,
     moved,
     samples_of,
 )
@@ -81,41 +66,7 @@ class PipelineEngine:
     Args:
         layers: the whole model, the same on every rank; a rank builds only the layers of its stages. Of an
             nn.Sequential, or a list of modules, copies are trained, from the values that the modules have on rank 0.
-        loss: (output of the last layer, targets) -> a scalar tensor.
-        reduction: whether `loss` returns the mean or the sum of what `count` counts.
-        count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
-            or a scalar tensor, by which microbatches are weighed; None: the samples, which is the first dimension of
-            the inputs. cp with reduction="mean" needs it.
-        train_iters: steps of the run, over which the learning rate decays.
-        num_microbatches: of one step, on each data-parallel replica.
-        divide: (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; None:
-            of every tensor of two dimensions or more, along the second.
-        parallel: tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
-            ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
-            pipeline_layout and sequence_parallel are GPT's.
-        optimizer: its learning-rate schedule and the clipping of gradients; or AdamW, Adam or SGD of torch.optim, or a
-            `partial` of it: then the learning rate is constant, and nothing is clipped.
-        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by
-            those that it shares: `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that
-            `optimizer` names.
-        precision: format of parameters and activations; None: fp32.
-        recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
-        seed: of initial weights and dropout.
-        reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
-        compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
-        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
-        mesh: this rank's groups and device; None: made from `parallel`.
-        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`; None:
-            none of them.
-        output_dir: directory of metrics.csv, of the profile and of W&B's files.
-        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
-        average: of the weights, and whether `evaluate` computes with it; None: there is none.
-        callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
-            `evaluate` and `save`, by `close`, and at an error in a step.
-        memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
-        watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
-            names the one that holds them up and ends the run (docs/guides/watching.md); None: the defaults. One process
-            is not watched.
+        settings: see `EngineSettings`.
 
     Attributes:
         sequence: which positions of each sequence this rank holds.
@@ -131,94 +82,49 @@ class PipelineEngine:
         ScheduleError: a schedule from a file does not fit.
     """
 
-    def __init__(
-        self,
-        layers: nn.Module | Sequence[Layer | nn.Module],
-        *,
-        loss: LossFunction,
-        train_iters: int,
-        reduction: Literal["mean", "sum"] = "mean",
-        count: Callable[[Any], Tensor | float] | None = None,
-        num_microbatches: int = 1,
-        divide: Divide | None = None,
-        parallel: ParallelConfig | None = None,
-        optimizer: ChoosesOptimizer | None = None,
-        optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None = None,
-        precision: PrecisionConfig | None = None,
-        recompute: Literal["none", "full"] = "none",
-        seed: int = 1234,
-        reproducible: bool = False,
-        compile: bool = False,
-        compile_backend: Backend = "inductor",
-        mesh: Mesh | None = None,
-        logging: LoggingConfig | None = None,
-        output_dir: Path | str = "output",
-        spikes: SpikeConfig | None = None,
-        average: AverageConfig | None = None,
-        callbacks: Sequence[Callback] = (),
-        memory_check: bool = True,
-        watch: WatchConfig | None = None,
-    ) -> None:
-        self.layers = as_layers(layers)
-        training = TrainingConfig(
-            memory_check=memory_check,
-            train_iters=train_iters,
-            seed=seed,
-            reproducible=reproducible,
-            recompute=recompute,
-            output_dir=str(output_dir),
-            compile=compile,
-            compile_backend=compile_backend,
-            global_batch_size=num_microbatches * replicas(parallel or ParallelConfig()),
-        )
-        self.config = EngineSettings(
-            parallel=without_times(parallel or ParallelConfig()),
-            optimizer=optimizer or OptimizerConfig(),
-            optimizer_settings=optimizer_settings,
-            precision=precision or PrecisionConfig(precision="fp32"),
-            training=training,
-            logging=logging or LoggingConfig(),
-            watch=watch or WatchConfig(),
-            spikes=spikes or SpikeConfig(),
-            average=average or AverageConfig(),
-            weighs_by_samples=reduction == "mean" and count is None,
-        ).resolved(self.layers)
+    def __init__(self, layers: nn.Module | Sequence[Layer | nn.Module], **settings: Any) -> None:
+        self.layers, given = as_layers(layers), EngineSettings.of(settings)
+        self.config = given.resolved(self.layers)
         check_schedule(self.config)
-        if reproducible:
+        if given.reproducible:
             compute_reproducibly()
         if world_size() > 1:
             watchdog().begin(self.config, leaves_if_hung=False)
             watchdog().rest_in(Phase.OUTSIDE)
-        self.num_microbatches, self._count = num_microbatches, count
+        self.num_microbatches, self._count = given.num_microbatches, given.count
         with phase(Phase.BUILD):
-            self.mesh = mesh or build_mesh(self.config.parallel)
+            self.mesh = given.mesh or build_mesh(self.config.parallel)
             for layer in self.layers:
                 if isinstance(layer, BuiltLayer):
                     take_values_of_first_rank(layer.module, self.mesh)
             chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
             self.config = dataclasses.replace(self.config, precision=chosen)
-            streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
-            self.sequence, self._divide = SequenceShards(self.mesh.sequence), divide or divide_positions
+            streams, dtype = RandomStreams(given.seed, self.mesh.device), DTYPES[self.config.precision.precision]
+            self.sequence, self._divide = SequenceShards(self.mesh.sequence), given.divide
             described = describe_layers(
                 self.layers,
-                seed=seed,
+                seed=given.seed,
                 device=self.mesh.device,
                 streams=streams,
                 dtype=dtype,
                 shard=self.mesh.sequence.rank,
             )
             further = {f"module of layer {layer.name!r}": layer.description for layer in self.layers}
-            further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
+            further |= {
+                "loss": describe_call(given.loss),
+                "reduction": given.reduction,
+                "count": describe_call(given.count),
+            }
             refuse_different_ranks(self.config, self.mesh.world, described, further)
             check_memory_of_ranks(self.config, self.mesh, described)
-            self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
+            self.task = PlainTask(described, streams, loss=given.loss, is_mean=given.reduction == "mean", dtype=dtype)
             self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
         self.task.shapes = self._shapes
         self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
-        self._callbacks = Callbacks(self, [*observers().of_engine(self), *callbacks])
+        self._callbacks = Callbacks(self, [*observers().of_engine(self), *given.callbacks])
         self._request: str | None = None
         self.stop_reason: str | None = None
 

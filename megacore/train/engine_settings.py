@@ -1,13 +1,16 @@
-"""The configuration of `PipelineEngine` (engine.py), from its arguments: what is wrong with it is reported at once."""
+"""The settings of `PipelineEngine` (engine.py), and the configuration they are: what is wrong is reported at once."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from megacore.config import (
     AverageConfig,
@@ -28,46 +31,103 @@ from megacore.config import (
 )
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import field_infos
-from megacore.config.messages import counted, one_of
+from megacore.config.messages import counted, did_you_mean, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError
 from megacore.models.plain import Layer, describe_call, is_split, undivided
-from megacore.parallel.mesh import world_size
+from megacore.parallel.compiled import Backend
+from megacore.parallel.mesh import Mesh, world_size
+from megacore.train.callbacks import Callback
+from megacore.train.plain_task import Divide, LossFunction, divide_positions
 
 S = TypeVar("S", OptimizerConfig, OptimizerSettings)
 ChoosesOptimizer = OptimizerConfig | Callable[..., torch.optim.Optimizer]
 """The settings of an optimizer; or a class of torch's, or a `partial` of one."""
-
-
-def replicas(parallel: ParallelConfig) -> int:
-    """Ranks that compute different samples, at least 1."""
-    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
-
-
-def without_times(parallel: ParallelConfig) -> ParallelConfig:
-    """Without choices by the time of layers, which is not known for plain ones."""
-    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
-    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
+_REQUIRED = {"loss": "torch.nn.functional.mse_loss", "train_iters": "100"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is given, besides its layers; see `PipelineEngine`.
+    """The keyword arguments of `PipelineEngine`. None stands for the default of any of them.
 
     Attributes:
-        weighs_by_samples: whether the loss of a microbatch counts by its number of samples.
+        loss: (output of the last layer, targets) -> a scalar tensor.
+        train_iters: steps of the run, over which the learning rate decays.
+        reduction: whether `loss` returns the mean or the sum of what `count` counts.
+        count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
+            or a scalar tensor, by which microbatches are weighed; None: the samples, which is the first dimension of
+            the inputs. cp with reduction="mean" needs it.
+        num_microbatches: of one step, on each data-parallel replica.
+        divide: (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; by
+            default of every tensor of two dimensions or more, along the second.
+        parallel: tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
+            ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
+            pipeline_layout and sequence_parallel are GPT's.
+        optimizer: its learning-rate schedule and the clipping of gradients; or AdamW, Adam or SGD of torch.optim, or a
+            `partial` of it: then the learning rate is constant, and nothing is clipped.
+        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by
+            those that it shares: `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that
+            `optimizer` names.
+        precision: format of parameters and activations.
+        recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
+        seed: of initial weights and dropout.
+        reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
+        compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
+        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
+        mesh: this rank's groups and device; None: made from `parallel`.
+        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`.
+        output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip.
+        average: of the weights, and whether `evaluate` computes with it.
+        callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
+            `evaluate` and `save`, by `close`, and at an error in a step.
+        memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
+        watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
+            names the one that holds them up and ends the run (docs/guides/watching.md). One process is not watched.
     """
 
-    parallel: ParallelConfig
-    optimizer: ChoosesOptimizer
-    optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None
-    precision: PrecisionConfig
-    training: TrainingConfig
-    logging: LoggingConfig
-    watch: WatchConfig
-    spikes: SpikeConfig
-    average: AverageConfig
-    weighs_by_samples: bool
+    loss: LossFunction
+    train_iters: int
+    reduction: Literal["mean", "sum"] = "mean"
+    count: Callable[[Any], Tensor | float] | None = None
+    num_microbatches: int = 1
+    divide: Divide = divide_positions
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: ChoosesOptimizer = field(default_factory=OptimizerConfig)
+    optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None = None
+    precision: PrecisionConfig = field(default_factory=partial(PrecisionConfig, precision="fp32"))
+    recompute: Literal["none", "full"] = "none"
+    seed: int = 1234
+    reproducible: bool = False
+    compile: bool = False
+    compile_backend: Backend = "inductor"
+    mesh: Mesh | None = None
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    output_dir: Path | str = "output"
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
+    callbacks: Sequence[Callback] = ()
+    memory_check: bool = True
+    watch: WatchConfig = field(default_factory=WatchConfig)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EngineSettings:
+        """From keyword arguments.
+
+        Raises:
+            ConfigError: those that there are not, and those that are missing.
+        """
+        names = [one.name for one in dataclasses.fields(cls)]
+        given = {name: value for name, value in given.items() if value is not None}
+        problems = [
+            f"PipelineEngine has no argument {name}{did_you_mean(name, names)}: leave it out"
+            for name in given
+            if name not in names
+        ]
+        problems += [f"{name} is missing: give {name}={such}" for name, such in _REQUIRED.items() if name not in given]
+        if problems:
+            raise ConfigError(problems)
+        return cls(**given)
 
     def resolved(self, layers: Sequence[Layer]) -> ResolvedConfig:
         """The configuration of the run; its model and data sections mean nothing here.
@@ -75,7 +135,21 @@ class EngineSettings:
         Raises:
             ConfigError: everything that is wrong with it.
         """
-        parallel, training = self.parallel, self.training
+        # The time of plain layers is not known: nothing can be chosen by it.
+        balance = "parameters" if self.parallel.pipeline_balance == "time" else self.parallel.pipeline_balance
+        parallel = dataclasses.replace(self.parallel, pipeline_balance=balance, schedule=self.parallel.schedule_name)
+        replicas = max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
+        training = TrainingConfig(
+            memory_check=self.memory_check,
+            train_iters=self.train_iters,
+            seed=self.seed,
+            reproducible=self.reproducible,
+            recompute=self.recompute,
+            output_dir=str(self.output_dir),
+            compile=self.compile,
+            compile_backend=self.compile_backend,
+            global_batch_size=self.num_microbatches * replicas,
+        )
         optimizer, settings = self.optimizer, self.optimizer_settings
         problems: list[str] = []
         stages = parallel.pp * parallel.virtual_stages
@@ -101,7 +175,7 @@ class EngineSettings:
                     f"reproducible with cp {parallel.cp}: layers of your own sum gradients over the positions of a "
                     "rank, and round otherwise than one process: use cp 1, or leave reproducible out"
                 )
-            if self.weighs_by_samples:
+            if self.reduction == "mean" and self.count is None:
                 problems.append(
                     f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ '
                     'in their number of terms: give count=lambda targets: ..., or use reduction "sum"'
