@@ -221,10 +221,8 @@ class Workloads:
             return parameter, gradient, mean, square, torch.empty_like(parameter, dtype=DTYPE)
 
         def ours(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
-            ops.adamw_(
-                parameter, gradient, mean, square, step=1, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, factor=factor,
-                copy=copy,
-            )  # fmt: skip
+            numbers = ops.AdamWStep(step=1, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+            ops.adamw_(parameter, gradient, mean, square, numbers, factor=factor, copy=copy)
 
         def plain(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
             torch._fused_adamw_(

@@ -19,7 +19,6 @@ from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.moe import MoE
 from megacore.models.gpt import GPTEmbedding, GPTHead, next_token_logits
 from megacore.ops.block_attention import Scene, attend
-from megacore.ops.visibility import Visibility
 from megacore.pipeline.stage import Stage
 
 _BLOCKS = (TransformerBlock, ParallelBlock, SharedNormBlock)
@@ -84,7 +83,7 @@ class KeyValues:
         keys, values = (kept[:, :, :stop] for kept in self._kept[attention])
         if self.length == 0:
             return type(attention).mix(attention, query, key, value, None)
-        view = Visibility(causal=attention.causal, window=attention.window)
+        view = attention.view
         slopes = None if attention.alibi is None else attention.alibi.slopes
         if attention.soft_cap is not None:  # which torch's operator does not know
             cap = attention.soft_cap

@@ -78,12 +78,12 @@ class Attention(nn.Module):
             refused = undivided_heads(heads, config.query_groups, tp=context.layer_group.size, cp=ranks)
             if problems := list(refused):
                 raise ConfigError(problems)
-        self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
+        self.view = Visibility(causal=causal, window=window, padded=context.padded_documents)
+        self.rotary, self.alibi = rotary, alibi
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.attended
         self.site, self.layer_group = name, context.layer_group
         self.soft_cap = config.attn_logit_softcapping
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.padded = context.padded_documents
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         """Attention of this rank's heads over what they see; arguments and result as for `_mixed`."""
         if self.sequence.group.size > 1:
             assert not (self.training and self.dropout), "the configuration refuses it"
-            view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
+            view = self.view.of(documents)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes, soft_cap=self.soft_cap)
         return self._attended(query, key, value, documents, alibi=self.alibi, shard=self.layer_group.rank)
@@ -132,10 +132,7 @@ class Attention(nn.Module):
                 query,
                 key,
                 value,
-                causal=self.causal,
-                window=self.window,
-                documents=documents,
-                padded=self.padded,
+                self.view if documents is None else self.view.of(documents),
                 alibi=alibi,
                 soft_cap=self.soft_cap,
                 dropout=dropout,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from megacore.ops.activation import bias_gelu, geglu, gelu, squared_relu, swiglu, swiglu_of_halves
-from megacore.ops.adamw import adamw_
+from megacore.ops.adamw import AdamWStep, adamw_
 from megacore.ops.attention import (
     Alibi,
     Attention,
@@ -45,6 +45,7 @@ from megacore.ops.soft_cap import soft_capped
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
+    "AdamWStep",
     "Alibi",
     "Attention",
     "AttentionShape",

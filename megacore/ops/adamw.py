@@ -4,6 +4,8 @@ skipping of a step and the 16-bit copy in the same pass."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +25,41 @@ DECAY_GROUP = 32
 """Elements that have weight decay together, or do not."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """The numbers of one step; a ValueError names one that is out of its range.
+
+    Attributes:
+        step: its number, from 1.
+        lr: learning rate.
+        betas: decays of the means of gradients and of their squares.
+        epsilon: added to the denominator.
+        weight_decay: decoupled decay.
+    """
+
+    step: int
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_whole(step=self.step)
+        require(self.step >= 1, f"step is {self.step}: the first step is 1")
+        require(all(0 <= beta < 1 for beta in self.betas), f"betas is {self.betas}: both must be in [0, 1)")
+        for name in ("lr", "epsilon", "weight_decay"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} is {value}: it must be finite and not negative")
+
+    @property
+    def numbers(self) -> list[float]:
+        """What weights keep, what a step is multiplied by, both betas, epsilon, and the root of the correction of the
+        mean of squares."""
+        (beta1, beta2), rate = self.betas, self.lr / (1.0 - self.betas[0] ** self.step)
+        root = math.sqrt(1.0 - beta2**self.step)
+        return [1.0 - self.lr * self.weight_decay, rate, beta1, beta2, self.epsilon, root]
+
+
 @custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
 def _adamw_(
     parameter: Tensor,
@@ -32,13 +69,9 @@ def _adamw_(
     copy: Tensor | None,
     decays: Tensor | None,
     factor: Tensor,
-    keep: float,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    root_correction2: float,
+    numbers: Sequence[float],
 ) -> None:
+    keep, rate, beta1, beta2, epsilon, root_correction2 = numbers
     if runs_triton(parameter, "parameter"):
         import megacore.kernels.adamw as kernel
 
@@ -69,12 +102,8 @@ def adamw_(
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
+    update: AdamWStep,
     *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.0,
     factor: Tensor | None = None,
     copy: Tensor | None = None,
     decays: Tensor | None = None,
@@ -86,11 +115,7 @@ def adamw_(
         gradient: [n] fp32, fp16 or bf16; left as it is.
         mean: [n] fp32, running mean of gradients.
         square: [n] fp32, running mean of squared gradients.
-        step: number of this step, from 1.
-        lr: learning rate.
-        betas: decays of mean and square.
-        epsilon: added to the denominator.
-        weight_decay: decoupled decay.
+        update: the numbers of this step.
         factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1. NaN skips the step:
             nothing changes.
         copy: [n] fp16 or bf16, which receives the new parameters; None for none.
@@ -100,13 +125,7 @@ def adamw_(
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
-    require_whole(step=step)
-    require(step >= 1, f"step is {step}: the first step is 1")
     require(parameter.dim() == 1, f"parameter has shape {tuple(parameter.shape)}: it must be flat, [n]")
-    require(0 <= lr < math.inf, f"lr is {lr}: it must be finite and not negative")
-    require(all(0 <= beta < 1 for beta in betas), f"betas is {betas}: both must be in [0, 1)")
-    require(0 <= epsilon < math.inf, f"epsilon is {epsilon}: it must be finite and not negative")
-    require(0 <= weight_decay < math.inf, f"weight_decay is {weight_decay}: it must be finite and not negative")
     factor = torch.ones((), device=parameter.device) if factor is None else factor
     require(factor.shape in ((), (1,)), f"factor has shape {tuple(factor.shape)}: it must be one number, () or (1,)")
     for name, tensor in {"parameter": parameter, "mean": mean, "square": square, "factor": factor}.items():
@@ -124,7 +143,4 @@ def adamw_(
         tensors["decays"] = decays
     require_same_device(**tensors, factor=factor)
     require_contiguous(**tensors)
-    _adamw_(
-        parameter, gradient, mean, square, copy, decays, factor, 1.0 - lr * weight_decay, lr / (1.0 - betas[0] ** step),
-        *betas, epsilon, math.sqrt(1.0 - betas[1] ** step),
-    )  # fmt: skip
+    _adamw_(parameter, gradient, mean, square, copy, decays, factor, update.numbers)

@@ -216,11 +216,8 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    view: Visibility,
     *,
-    causal: bool,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    padded: bool = True,
     alibi: Alibi | None = None,
     soft_cap: float | None = None,
     dropout: float = 0.0,
@@ -232,12 +229,7 @@ def attention(
         query: [b, n, s, d]; any strides, the last dimension contiguous.
         key: [b, g, s, d]; query head i reads key and value head i g / n.
         value: [b, g, s, d].
-        causal: no position sees a later one.
-        window: with causal, a position sees only its last `window` positions, itself included; otherwise those at most
-            window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
-        documents: [b, s] int64 or int32: a position sees only its document. 0 is padding, which no position
-            sees, and whose result is 0.
-        padded: whether there may be padding.
+        view: who sees whom; its documents are int64 or int32. No position sees padding, whose result is 0.
         alibi: bias by distance.
         soft_cap: of the scores q k^T / sqrt(d), above 0; `sdpa` then computes attention in blocks.
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
@@ -254,28 +246,25 @@ def attention(
         raise ValueError(f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}: it must be in [0, 1)")
+    causal, window, documents = view.causal, view.window, view.documents
     if not _fit(query, key, value, window, documents):
         _check(query, key, value, window, documents)
     b, _, s, d = query.shape
-    view = None
-    if window is not None or documents is not None:
-        view = Visibility(causal=causal, window=window, documents=documents)
-    fused, masked = implementation != "fused-softmax", alibi is not None or (view is not None and view.restricts(s))
+    masked = alibi is not None or ((window is not None or documents is not None) and view.restricts(s))
+    fused = implementation != "fused-softmax"
     capped, on_cpu = soft_cap is not None, query.device.type == "cpu"
     blocks = fused and (masked or capped or dropout > 0.0)
     blocks = blocks and takes_blocks(s, masked=masked, dropout=dropout, capped=capped, on_cpu=on_cpu)
     if fused and not masked and not blocks:
         return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
-    seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
+    seen = None if blocks else visible(view, s, query.device)
     if blocks:
-        view = view or Visibility(causal=causal)
         mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, soft_cap=soft_cap, dropout=dropout)
     elif fused:
         mask = seen
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
-            assert view is not None
             mask = _as_bias(seen, query.dtype, (view.reach, causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
@@ -289,7 +278,7 @@ def attention(
             bias = None if alibi is None else alibi.bias(query, seen, causal=causal)
             weights = _masked_softmax(scores, divisor, seen, bias)
         mixed = _dropped_mix(weights, _repeated(value, query), dropout)
-    return mixed if documents is None or not padded else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
+    return mixed if documents is None or not view.padded else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
 def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool, capped: bool = False) -> bool:
@@ -319,17 +308,15 @@ def _mixed_in_blocks(
     return mixed
 
 
-def visible(
-    length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
-) -> Tensor | None:
+def visible(view: Visibility, length: int, device: torch.device) -> Tensor | None:
     """Which keys a query sees, [1 or b, 1, s, s] bool; None where only causality decides, or nothing.
 
     Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
     """
-    view = Visibility(causal=causal, window=window)
-    if not view.restricts(length) and documents is None:
+    documents, near = view.documents, Visibility(causal=view.causal, window=view.window)
+    if not view.restricts(length):
         return None
-    seen = _masks.get((view.reach, causal), (length, device), lambda: _near(view, length, device))
+    seen = _masks.get((view.reach, view.causal), (length, device), lambda: _near(near, length, device))
     return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
 
 

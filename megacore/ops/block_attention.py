@@ -59,6 +59,19 @@ class Scene:
     seeds: Tensor | None = None
     block: int = BLOCK
 
+    @property
+    def flat(self) -> tuple[Tensor | float | None, ...]:
+        """What `of_flat` makes a scene of."""
+        view = self.view
+        tensors = view.documents, self.slopes, self.seeds
+        return *tensors, view.causal, view.window, self.soft_cap, self.dropout, self.block
+
+    @classmethod
+    def of_flat(cls, documents: Any, slopes: Any, seeds: Any, causal: Any, window: Any, *numbers: Any) -> Scene:
+        """From what `flat` gives."""
+        view, (soft_cap, dropout, block) = Visibility(causal=causal, window=window, documents=documents), numbers
+        return cls(view=view, slopes=slopes, seeds=seeds, soft_cap=soft_cap, dropout=dropout, block=block)
+
     def bias(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """What is added to scores, [1 or b, 1 or n, q, k] fp32: ALiBi's term, and -inf where a key is not seen; None:
         nothing."""
@@ -193,9 +206,9 @@ def blocks(of: range, size: int) -> Iterator[range]:
         start = stop
 
 
-def _uses_kernel(query: Tensor, dropout: float, soft_cap: float | None) -> bool:
+def _uses_kernel(query: Tensor, scene: Scene) -> bool:
     """Whether the Triton kernel runs, which draws no dropout, caps no scores, and holds a head's row in registers."""
-    if dropout > 0.0 or soft_cap is not None or not runs_triton(query, "query"):
+    if scene.dropout > 0.0 or scene.soft_cap is not None or not runs_triton(query, "query"):
         return False
     import megacore.kernels.attention as kernel
 
@@ -298,27 +311,24 @@ def _in_types(gradients: tuple[Tensor, ...], operands: tuple[Tensor, Tensor, Ten
     return query, key, value
 
 
-def _scene(
-    documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None, causal: bool, window: int | None,
-    soft_cap: float | None, dropout: float, block: int,
-) -> Scene:  # fmt: skip
-    view = Visibility(causal=causal, window=window, documents=documents)
-    return Scene(view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
+# A scene and what belongs to it as torch's operators take it, which know flat lists only; in the order of `Scene.flat`.
+_SCENE = (
+    "Tensor? documents, Tensor? slopes, Tensor? seeds, bool causal, SymInt? window, float? soft_cap, float dropout, "
+    "SymInt block, SymInt offset, bool in_fp32"
+)
 
 
-@custom_op("megacore::block_attention", mutates_args=())
-def _block_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, soft_cap: float | None, dropout: float, block: int, offset: int, in_fp32: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scene = _scene(documents, slopes, seeds, causal, window, soft_cap, dropout, block)
-    if _uses_kernel(query, dropout, soft_cap):
+@custom_op(
+    "megacore::block_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SCENE}) -> (Tensor, Tensor)",
+)
+def _block_attention(query: Tensor, key: Tensor, value: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    scene, (offset, in_fp32) = Scene.of_flat(*flat[:-2]), flat[-2:]
+    if _uses_kernel(query, scene):
         import megacore.kernels.attention as kernel
 
-        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
-        reach = scene.view.reach
-        masks: dict[str, Any] = {"causal": causal, "reach": reach, "offset": offset}
-        return kernel.forward(query, key, value, documents, slopes, **masks, in_fp32=in_fp32)
+        return kernel.forward(query, key, value, **_masks(scene), offset=offset, in_fp32=in_fp32)
     return _attend(query, key, value, scene, offset, in_fp32=in_fp32)
 
 
@@ -329,22 +339,24 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-@custom_op("megacore::block_attention_backward", mutates_args=())
+@custom_op(
+    "megacore::block_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logarithm, {_SCENE}) "
+    "-> (Tensor, Tensor, Tensor)",
+)
 def _block_attention_backward(
-    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
-    documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, soft_cap: float | None, dropout: float, block: int, offset: int, in_fp32: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scene = _scene(documents, slopes, seeds, causal, window, soft_cap, dropout, block)
-    if _uses_kernel(query, dropout, soft_cap):
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    scene, (offset, in_fp32) = Scene.of_flat(*flat[:-2]), flat[-2:]
+    if _uses_kernel(query, scene):
         import megacore.kernels.attention as kernel
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
-        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
-        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset, "in_fp32": in_fp32}
         d_out = d_out if has_whole_heads(d_out) else d_out.contiguous()
         # Of a part of the queries the logarithms are a part of those of all.
-        return kernel.backward(d_out, query, key, value, logarithm.contiguous(), delta, documents, slopes, **masks)
+        statistics = logarithm.contiguous(), delta
+        return kernel.backward(d_out, query, key, value, *statistics, **_masks(scene), offset=offset, in_fp32=in_fp32)
     return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset, in_fp32=in_fp32)
 
 
@@ -352,6 +364,12 @@ def _block_attention_backward(
 def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     kind = torch.float32 if others[-1] else None
     return like_projection(query, kind), like_projection(key, kind), like_projection(value, kind)
+
+
+def _masks(scene: Scene) -> dict[str, Any]:
+    """A scene as kernels take it."""
+    documents, slopes = (None if x is None else x.contiguous() for x in (scene.view.documents, scene.slopes))
+    return {"documents": documents, "slopes": slopes, "causal": scene.view.causal, "reach": scene.view.reach}
 
 
 def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -373,15 +391,13 @@ def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Call
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal, ctx.window, ctx.soft_cap, ctx.dropout, ctx.block, ctx.offset, _ = inputs
-    query, key, value, *scene = tensors
+    query, key, value, documents, slopes, seeds, *ctx.options, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, *scene)
+    ctx.save_for_backward(query, key, value, *output, documents, slopes, seeds)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    options = ctx.causal, ctx.window, ctx.soft_cap, ctx.dropout, ctx.block, ctx.offset
-    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options, False), *(None,) * 10
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *ctx.options, False), *(None,) * 10
 
 
 _block_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -412,8 +428,8 @@ def block_attention(
     if dropout:
         tiles = -(-(offset + query.shape[2]) // block), -(-key.shape[2] // block)
         seeds = torch.randint(2**63 - 1, tiles, device="cpu")
-    options = view.causal, view.window, soft_cap, dropout, block, offset, False
-    out, logarithm = _block_attention(query, key, value, view.documents, slopes, seeds, *options)
+    scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
+    out, logarithm = _block_attention(query, key, value, *scene.flat, offset, False)
     return out, logarithm
 
 
@@ -436,8 +452,8 @@ def attend(
         offset: likewise.
         in_fp32: whether the result is not rounded to query's type.
     """
-    options = view.causal, view.window, soft_cap, 0.0, BLOCK, offset, in_fp32
-    out, logarithm = _block_attention(query, key, value, view.documents, slopes, None, *options)
+    scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
+    out, logarithm = _block_attention(query, key, value, *scene.flat, offset, in_fp32)
     return out, logarithm
 
 
@@ -457,7 +473,7 @@ def attend_backward(
         soft_cap: likewise.
         offset: likewise.
     """
-    tensors = d_out, *operands, out, logarithm, view.documents, slopes, None
-    options = view.causal, view.window, soft_cap, 0.0, BLOCK, offset, True
-    d_query, d_key, d_value = _block_attention_backward(*tensors, *options)
+    scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
+    tensors = d_out, *operands, out, logarithm
+    d_query, d_key, d_value = _block_attention_backward(*tensors, *scene.flat, offset, True)
     return d_query, d_key, d_value

@@ -148,12 +148,14 @@ class Node(torch.autograd.Function):
         return super().apply(*arguments) if transforms_active() else cls._apply(*arguments)
 
 
-def custom_op(name: str, *, mutates_args: Sequence[str]) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def custom_op(
+    name: str, *, mutates_args: Sequence[str], schema: str | None = None
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """As `torch.library.custom_op`, but its first call does not load torch's compiler, which takes every rank two
     seconds and 150 MB: an operator is kept out of the compiler only where something else has loaded it."""
 
     def decorated(function: Callable[..., Any]) -> CustomOpDef:
-        made = torch.library.custom_op(name, mutates_args=tuple(mutates_args))(function)
+        made = torch.library.custom_op(name, mutates_args=tuple(mutates_args), schema=schema)(function)
         for device, implementation in made._backend_fns.items():
             made._backend_fns[device] = _kept_out(implementation)
         return made

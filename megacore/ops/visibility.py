@@ -30,6 +30,12 @@ class Visibility:
     documents: Tensor | None = None
     padded: bool = True
 
+    def of(self, documents: Tensor | None) -> Visibility:
+        """The same of these documents."""
+        if documents is None:
+            return self
+        return Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
+
     @property
     def reach(self) -> int | None:
         """The distance from which a key is not seen; None: there is none."""

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import AdamWConfig, StateKind
-from megacore.ops import adamw_
+from megacore.ops import AdamWStep, adamw_
 from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.block_moments import SCALES, BlockMoments
 from megacore.optim.fused_adam import fused_
@@ -104,16 +104,19 @@ class AdamW(Optimizer[AdamWConfig]):
         if (gradients := bucket.shard_gradients) is None:
             return
         decaying = {run.is_matrix for run in runs}
-        adamw_(
-            bucket.master,
-            gradients,
-            mean=self._moment(bucket, "exp_avg"),
-            square=self._moment(bucket, "exp_avg_sq"),
+        numbers = AdamWStep(
             step=number,
             lr=lr,
             betas=(self.momentum, self.settings.adam_beta2),
             epsilon=self.settings.adam_eps,
             weight_decay=self.weight_decay if True in decaying else 0.0,
+        )
+        adamw_(
+            bucket.master,
+            gradients,
+            self._moment(bucket, "exp_avg"),
+            self._moment(bucket, "exp_avg_sq"),
+            numbers,
             factor=factor,
             copy=bucket.shard_to_write(),
             decays=self._decays_of(bucket, runs) if len(decaying) > 1 else None,

@@ -27,6 +27,7 @@ from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
 from megacore.models.outline import outline
 from megacore.ops import cross_entropy
+from megacore.ops.visibility import Visibility
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
@@ -288,7 +289,7 @@ def peaks(rank: int, world_size: int, case: str, lengths: list[int]) -> list[Pea
         outer = torch.ones(1, HEADS, s, SIZE, device=device)
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        out = ops.attention(query, key, value, causal=True, window=window, documents=documents, alibi=alibi)
+        out = ops.attention(query, key, value, Visibility(causal=True, window=window, documents=documents), alibi=alibi)
         kept = torch.accelerator.memory_allocated(device) - before
         out.backward(outer)
         found.append(Peak(torch.accelerator.max_memory_allocated(device) - before, kept))

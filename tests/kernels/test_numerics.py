@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,10 +143,11 @@ def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype,
     with ops.kernels_chosen("triton"):
         for step, gradient in enumerate(gradients, 1):
             states = (parameter, gradient, mean, square)
-            ops.adamw_(*states, step=step, lr=1e-2, weight_decay=0.1, factor=factor, copy=copy, decays=decays)
+            numbers = ops.AdamWStep(step=step, lr=1e-2, weight_decay=0.1)
+            ops.adamw_(*states, numbers, factor=factor, copy=copy, decays=decays)
         before = [tensor.clone() for tensor in (parameter, mean, square, copy)]
         skipped = torch.tensor(torch.nan, device=device)
-        ops.adamw_(*states, step=steps + 1, lr=1e-2, weight_decay=0.1, factor=skipped, copy=copy, decays=decays)
+        ops.adamw_(*states, replace(numbers, step=steps + 1), factor=skipped, copy=copy, decays=decays)
     assert all(torch.equal(*pair) for pair in zip(before, (parameter, mean, square, copy), strict=True))
     assert (parameter - exact).norm() <= 1.1 * (plain - exact).norm()
     assert (parameter - exact).abs().max() <= 1.5 * (plain - exact).abs().max()

@@ -104,7 +104,8 @@ def test_adamw_is_torchs(decay: float) -> None:
     mean, square, copy = torch.zeros(999), torch.zeros(999), torch.empty(999, dtype=torch.bfloat16)
     for step in range(1, 6):
         twin.grad = torch.randn(999)
-        ops.adamw_(parameter, twin.grad, mean, square, step=step, lr=1e-2, weight_decay=decay, copy=copy)
+        numbers = ops.AdamWStep(step=step, lr=1e-2, weight_decay=decay)
+        ops.adamw_(parameter, twin.grad, mean, square, numbers, copy=copy)
         adamw.step()
         torch.testing.assert_close(parameter, twin.detach(), rtol=1e-6, atol=1e-6)
         assert torch.equal(copy, parameter.bfloat16())
@@ -114,10 +115,11 @@ def test_adamw_skips_a_step_whose_factor_is_nan_and_decays_matrices_alone() -> N
     parameter, gradient = torch.randn(80), torch.zeros(80)
     mean, square, copy = torch.zeros(80), torch.zeros(80), torch.zeros(80, dtype=torch.bfloat16)
     decays, start = torch.tensor([0, 1, 0], dtype=torch.uint8), parameter.clone()
-    options: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.5, "copy": copy, "decays": decays}
-    ops.adamw_(parameter, gradient, mean, square, step=1, factor=torch.tensor(torch.nan), **options)
+    numbers = ops.AdamWStep(step=1, lr=0.5, weight_decay=0.5)
+    nan = torch.tensor(torch.nan)
+    ops.adamw_(parameter, gradient, mean, square, numbers, factor=nan, copy=copy, decays=decays)
     assert torch.equal(parameter, start) and not copy.any() and not mean.any() and not square.any()
-    ops.adamw_(parameter, gradient, mean, square, step=1, **options)
+    ops.adamw_(parameter, gradient, mean, square, numbers, copy=copy, decays=decays)
     expected = torch.cat([start[:32], 0.75 * start[32:64], start[64:]])
     assert torch.equal(parameter, expected) and torch.equal(copy, expected.bfloat16())
 
