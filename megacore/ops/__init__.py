@@ -43,6 +43,7 @@ from megacore.ops.norm import (
 from megacore.ops.position import rotary, split_rotary
 from megacore.ops.soft_cap import soft_capped
 from megacore.ops.softmax import fused_softmax
+from megacore.ops.visibility import Visibility
 
 __all__ = [
     "AdamWStep",
@@ -51,6 +52,7 @@ __all__ = [
     "AttentionShape",
     "Choice",
     "CrossEntropyOptions",
+    "Visibility",
     "VocabularyShare",
     "adamw_",
     "add_layer_norm",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megacore.config.optimizers import AdamConfig
-from megacore.optim.fused_adam import fused_
+from megacore.optim.adamw import fused_
 from megacore.optim.optimizer import Optimizer
 from megacore.zero.local_segments import LocalRun
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,6 @@ from megacore.config.optimizers import AdamWConfig, StateKind
 from megacore.ops import AdamWStep, adamw_
 from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.block_moments import SCALES, BlockMoments
-from megacore.optim.fused_adam import fused_
 from megacore.optim.moments import KeptMoments
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.rounded_moments import RoundedMoments
@@ -24,6 +24,51 @@ from megacore.zero.layout import ALIGNMENT
 from megacore.zero.local_segments import LocalRun, LocalSegment
 
 assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two parameters"
+
+
+def fused_(
+    operator: Callable[..., None],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *,
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    beta1: float,
+    settings: AdamWConfig,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Update weights and fp32 moments in place by PyTorch's fused operators, and count the steps.
+
+    Args:
+        operator: `adam` or `adamw` of torch.optim.
+        weights: fp32, of any shapes.
+        gradients: of these shapes.
+        means: first moments, of these shapes.
+        squares: second moments, of these shapes.
+        steps: updates so far, an fp32 scalar for each.
+        beta1: of the first moments.
+        settings: beta2 and epsilon.
+        lr: learning rate.
+        weight_decay: in units of the learning rate.
+    """
+    operator(
+        list(weights),
+        list(gradients),
+        list(means),
+        list(squares),
+        [],
+        list(steps),
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=settings.adam_beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=settings.adam_eps,
+        maximize=False,
+    )
 
 
 class AdamW(Optimizer[AdamWConfig]):
@@ -60,44 +105,20 @@ class AdamW(Optimizer[AdamWConfig]):
         return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        rates = {"beta1": self.momentum, "lr": lr, "weight_decay": weight_decay}
+        step = partial(fused_, adamw, settings=self.settings, **rates)
         if self._kept is None:
             means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
-            weights: list[Tensor] = [run.master for run in runs]
-            self._step(weights, list(gradients), means, squares, self.steps(runs), lr=lr, weight_decay=weight_decay)
+            step([run.master for run in runs], gradients, means=means, squares=squares, steps=self.steps(runs))
             return
-        for run, gradient, step in zip(runs, gradients, self.steps(runs), strict=True):
+        for run, gradient, count in zip(runs, gradients, self.steps(runs), strict=True):
             for part in self._kept.parts[run]:
-                moments, weights = self._kept.read(part), [run.master.detach()[part.in_run]]
-                means, squares, count = [moments.mean], [moments.square], [step.clone()]
-                of_part = [gradient[part.in_run]]
-                self._step(weights, of_part, means, squares, count, lr=lr, weight_decay=weight_decay)
-                self._kept.write(part, moments, step + 1)
-            step += 1
-
-    def _step(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        """Update weights and fp32 moments, and count the steps."""
-        fused_(
-            adamw,
-            weights,
-            gradients,
-            means=means,
-            squares=squares,
-            steps=steps,
-            beta1=self.momentum,
-            settings=self.settings,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
+                moments, of_part = self._kept.read(part), [gradient[part.in_run]]
+                means, squares = [moments.mean], [moments.square]
+                weights = [run.master.detach()[part.in_run]]
+                step(weights, of_part, means=means, squares=squares, steps=[count.clone()])
+                self._kept.write(part, moments, count + 1)
+            count += 1
 
     def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
         bucket = runs[0].bucket

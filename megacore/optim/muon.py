@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import MuonConfig
 from megacore.errors import ConfigError
-from megacore.optim.fused_adam import fused_
+from megacore.optim.adamw import fused_
 from megacore.optim.newton_schulz import orthogonalized
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.whole_matrices import WholeMatrices

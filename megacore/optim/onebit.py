@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import OneBitAdamConfig, OneBitLambConfig, OptimizerSettings
-from megacore.optim.fused_adam import fused_
+from megacore.optim.adamw import fused_
 from megacore.optim.lamb import LambStep
 from megacore.optim.optimizer import Optimizer, scale_gradients
 from megacore.parallel.collectives import all_reduce_job_

@@ -120,6 +120,15 @@ class Heartbeat(Protocol):
     def leave_section(self, before: int) -> None:
         """The section ends."""
 
+    def begin_step(self, step: int) -> None:
+        """Step number `step`, from 1, begins."""
+
+    def end_step(self) -> None:
+        """The step is done."""
+
+    def leave_step(self) -> None:
+        """The step ends by an error: it is not compared with others."""
+
     def post(self, phase: Phase, ranks: tuple[int, ...], nbytes: int) -> AbstractContextManager[Any]:
         """An operation over `ranks` begins; the result is the context in which to wait for it."""
 

@@ -405,6 +405,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Rows of this rank's table, [b, s] -> [b, s, h]"""
+        if getattr(self.weight, "gradient_sum", None) is None:
+            return F.embedding(rows, self.weight)
         return looked_up(rows, self.weight)
 
 
@@ -443,6 +445,8 @@ class VocabParallelOutput(ShardedModule):
 
     def logits(self, x: Tensor) -> Tensor:
         """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, s, padded V/t]"""
+        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+            return F.linear(x, self.weight, self.bias)
         return column_parallel(
             x,
             (self.weight, self.bias),

@@ -13,6 +13,7 @@ each of its operators with weights, because autograd frees it after every call.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,23 +29,12 @@ _OBJECT_KEEPS_NODE = TorchVersion(torch.__version__) >= "2.13"
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
-def accumulate_gradients(
-    outputs: Sequence[Tensor | GradientEdge],
-    gradients: Sequence[Tensor],
-    *,
-    inputs: Sequence[Tensor] = (),
-    keeps_graph: bool = False,
-) -> None:
-    """`torch.autograd.backward` without its comparison of shapes, for which it imports a computer algebra system: a
-    second for every rank.
-
-    Args:
-        outputs: where the backward begins.
-        gradients: of the outputs, in their shapes.
-        inputs: whose gradients are added to their `.grad`; none: of all leaves.
-        keeps_graph: as torch's `retain_graph`.
-    """
-    _run_engine(tuple(outputs), tuple(gradients), keeps_graph, False, tuple(inputs), True, accumulate_grad=True)
+# `torch.autograd.backward` without its comparison of shapes, for which it imports a computer algebra system: a second
+# for every rank. Takes tuples: where the backward begins, and the gradients there; `inputs`, whose gradients are added
+# to their `.grad` (none: of all leaves); and `keep_graph`, torch's `retain_graph`.
+accumulate_gradients = partial(
+    _run_engine, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+)
 
 
 class WeightHalf:
@@ -63,14 +53,14 @@ class WeightHalf:
         """Add the weights' gradients to their `.grad`."""
         while self._shared:
             weight, gradient = self._shared.pop()
-            accumulate_gradients([weight], [gradient])  # instead of `+=`, so that hooks run
+            accumulate_gradients((weight,), (gradient,))  # instead of `+=`, so that hooks run
         while self._operators:  # the kept gradients of each are freed once they are used
             operator = self._operators.pop(0)
             kept = [(i, grad) for i, grad in enumerate(operator.output_gradients) if grad is not None]
             if kept:
-                edges = [GradientEdge(operator.node, i) for i, _ in kept]
-                gradients = [grad for _, grad in kept]
-                accumulate_gradients(edges, gradients, inputs=operator.weights, keeps_graph=True)
+                edges = tuple(GradientEdge(operator.node, i) for i, _ in kept)
+                gradients = tuple(grad for _, grad in kept)
+                accumulate_gradients(edges, gradients, inputs=tuple(operator.weights), keep_graph=True)
 
 
 class _Operator:

@@ -331,7 +331,7 @@ class _Run:
         with self.backward_phase(action), self.runtime.timer.measure(action):
             self.begin_weight_gradients(action)
             if outputs:
-                accumulate_gradients(outputs, gradients)
+                accumulate_gradients(tuple(outputs), tuple(gradients))
             self.end_weight_gradients(action)
         self.anchors.pop(key)
         self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(key, ())])

@@ -31,7 +31,7 @@ from megacore.models.plain import (
 )
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.context import SequenceShards
-from megacore.parallel.heartbeat import Phase, phase, section
+from megacore.parallel.heartbeat import Current, Phase, phase, section
 from megacore.parallel.mesh import build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
@@ -158,14 +158,18 @@ class PipelineEngine:
         """Marks a step for the watchdog and the callbacks, whose end of a step is a part of it."""
         number = self.step + 1
         self._callbacks.call(Callback.on_step_begin, number)
-        watchdog().begin_step(number, self.config, self.mesh)
+        heartbeat = Current.heartbeat
+        if heartbeat is not None:
+            heartbeat.begin_step(number)
         try:
             yield
         except BaseException as error:
-            watchdog().leave_step()
+            if heartbeat is not None:
+                heartbeat.leave_step()
             self._callbacks.on_error(error)
             raise
-        watchdog().end_step()
+        if heartbeat is not None:
+            heartbeat.end_step()
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
         """One update of the weights.

@@ -44,39 +44,34 @@ class StepTimes(NamedTuple):
 class StepClock:
     """Seconds per step on the wall clock, without the time while it was paused for logging, evaluation and saving.
 
-    `per_step` and `paused` first wait for an accelerator, so that its work counts in the step that queued it.
+    `read` and `paused` first wait for an accelerator, so that its work counts in the step that queued it.
 
     Args:
         device: that computes.
         step: steps done so far.
-
-    Attributes:
-        data_share: share of the steps of the last `per_step` that this rank spent in `fetching`.
     """
 
     def __init__(self, device: torch.device, step: int) -> None:
-        self._device, self._step, self._start = device, step, time.perf_counter()
-        self._fetching = self.data_share = 0.0
+        self._device = device
+        self.restart(step)
 
     def restart(self, step: int) -> None:
-        """Count from now on; `step` steps are done."""
-        self._step, self._start, self._fetching = step, time.perf_counter(), 0.0
+        """Count from now on; `step` steps are done, and no new data were waited for."""
+        self._step, self._start, self._waited = step, time.perf_counter(), 0.0
 
-    @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """A context in which the program waits for data."""
-        since = time.perf_counter()
-        yield
-        self._fetching += time.perf_counter() - since
+    def read(self, step: int, waited: float) -> StepTimes:
+        """The times of the steps since the last call.
 
-    def per_step(self, step: int) -> float:
-        """Seconds per step since the last call; `step` steps are done."""
+        Args:
+            step: steps that are done.
+            waited: seconds in which the program has waited for data, since `restart`.
+        """
         synchronize(self._device)
         now = time.perf_counter()
-        seconds = (now - self._start) / max(step - self._step, 1)
-        self.data_share = min(self._fetching / max(now - self._start, 1e-9), 1.0)
-        self._step, self._start, self._fetching = step, now, 0.0
-        return seconds
+        seconds, waiting = now - self._start, waited - self._waited
+        times = StepTimes(seconds / max(step - self._step, 1), min(waiting / max(seconds, 1e-9), 1.0))
+        self._step, self._start, self._waited = step, now, waited
+        return times
 
     @contextmanager
     def paused(self) -> Iterator[None]:

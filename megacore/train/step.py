@@ -159,6 +159,7 @@ class TrainStep:
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
         self.task, self.config, self.mesh = task, config, mesh
+        watchdog().note_mesh(config, mesh)
         self.model = parallelize(task, config, mesh)
         self.update = WeightUpdate(
             self.model.data_parallel,

@@ -17,7 +17,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.data import Batch, BatchLoader, DeviceLoader, NamedSets, SampleDataset
 from megacore.errors import TrainingDiverged
-from megacore.parallel.heartbeat import Phase, section
+from megacore.parallel.heartbeat import Current, Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location, location
 from megacore.train.callbacks import Callback, Callbacks
@@ -29,7 +29,6 @@ from megacore.train.saving import Saving
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.task import Task
-from megacore.train.watchdog import watchdog
 
 
 class Trainer:
@@ -123,14 +122,12 @@ class Trainer:
         training, intervals = self.config.training, self.config.checkpoint
         self.clock.restart(self.step)
         while not self.is_done:
-            with self.clock.fetching():
-                microbatches = next(self.batches)
-            result = self.train_step(microbatches)
+            result = self.train_step(next(self.batches))
             if result.spike is not None and self._can_roll_back and self.roll_back(result.spike):
                 self.clock.restart(self.step)
                 continue
             if self._is_due(self.config.logging.log_interval):
-                times = StepTimes(self.clock.per_step(self.step), self.clock.data_share)
+                times = self.clock.read(self.step, self.batches.waited)
                 with self.unclocked():
                     self.log(result, times)
             if self.valid_batches is not None and training.eval_interval > 0 and self._is_due(training.eval_interval):
@@ -182,11 +179,11 @@ class Trainer:
         """
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
-        watchdog().begin_step(number, self.config, self.mesh)
+        if Current.heartbeat is not None:
+            Current.heartbeat.begin_step(number)
         self.callbacks.call(Callback.on_step_begin, number)
         self.train_steps.compute_gradients(microbatches)
-        with self.clock.fetching():
-            self.batches.prefetch()  # while an accelerator computes
+        self.batches.prefetch()  # while an accelerator computes
         self.consumed_samples = self.batches.consumed_samples
         votes = self.stop_requests.votes(number, waiting=self.saving.is_busy and self.saving.is_waiting)
         try:
@@ -195,7 +192,8 @@ class Trainer:
             self._doubt_checkpoints()
             raise
         self.decision = self.stop_requests.decision(result.votes)
-        watchdog().end_step()
+        if Current.heartbeat is not None:
+            Current.heartbeat.end_step()
         self.callbacks.call(Callback.on_step_end, result)
         return result
 
@@ -336,17 +334,16 @@ class Trainer:
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples, sizes), self.mesh.device)
 
     def _loader(
-        self, dataset: SampleDataset, consumed_samples: int, batch_sizes: Iterator[int] | None = None
+        self, dataset: SampleDataset, consumed_samples: int, sizes: Iterator[int] | None = None
     ) -> BatchLoader[Any]:
         training = self.config.training
         return BatchLoader(
             dataset,
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
-            global_batch_size=training.global_batch_size,
+            global_batch_size=sizes or training.global_batch_size,
             rank=self.mesh.batch.rank,
             ranks=self.mesh.batch.size,
-            batch_sizes=batch_sizes,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",

@@ -43,14 +43,8 @@ class Watchdog:
     def rest_in(self, phase: Phase) -> None:
         """Set the phase that this process is in outside of every other phase; only to be called outside of all."""
 
-    def begin_step(self, step: int, config: ResolvedConfig, mesh: Mesh) -> None:
-        """Step number `step`, from 1, begins."""
-
-    def end_step(self) -> None:
-        """The step is done."""
-
-    def leave_step(self) -> None:
-        """The step ends by an error: it is not compared with others."""
+    def note_mesh(self, config: ResolvedConfig, mesh: Mesh) -> None:
+        """What computes the steps of this process."""
 
     def note_guard(self) -> None:
         """From now on the ranks of this node notice each other's death by themselves."""

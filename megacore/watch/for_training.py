@@ -27,23 +27,12 @@ class _Watchdog(Watchdog):
         if ledger := this_ledger():
             ledger.rest_in(phase)
 
-    def begin_step(self, step: int, config: ResolvedConfig, mesh: Mesh) -> None:
-        if (ledger := this_ledger()) is None:
-            return
-        if ledger.first_step:
+    def note_mesh(self, config: ResolvedConfig, mesh: Mesh) -> None:
+        if ledger := this_ledger():
             if mesh.device.type != "cpu":
                 ledger.set_flag(Flag.ASYNCHRONOUS)
             if config.training.compile and mesh.layer.size > 1:
                 ledger.set_flag(Flag.HIDDEN)
-        ledger.begin_step(step)
-
-    def end_step(self) -> None:
-        if ledger := this_ledger():
-            ledger.end_step()
-
-    def leave_step(self) -> None:
-        if ledger := this_ledger():
-            ledger.leave_step()
 
     def note_guard(self) -> None:
         if ledger := this_ledger():
@@ -73,6 +62,8 @@ class _Watchdog(Watchdog):
         return found
 
     def callbacks(self, mesh: Mesh, *, first_step: int) -> list[Callback]:
+        if mesh.world.size == 1:
+            return []
         return [import_module("megacore.watch.stragglers").Stragglers(mesh, first_step=first_step)]
 
 

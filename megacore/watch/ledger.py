@@ -174,8 +174,9 @@ class Ledger:
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
-        self._log.begin()
-        self._order.begin(step)
+        if self._numbers:
+            self._log.begin()
+            self._order.begin(step)
         self.in_step, self._begun = True, self._since
 
     def leave_step(self) -> None:
@@ -191,9 +192,10 @@ class Ledger:
         # The first step takes longer than the others; it counts as long as there is no other.
         self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
-        self._order.end(self._log.posted)
-        self._words[Word.DEVIATION] = self._order.left_in
-        self._log.begin()
+        if self._numbers:  # one process communicates with nobody
+            self._order.end(self._log.posted)
+            self._words[Word.DEVIATION] = self._order.left_in
+            self._log.begin()
 
     # ---- communication
 

@@ -27,7 +27,6 @@ from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
 from megacore.models.outline import outline
 from megacore.ops import cross_entropy
-from megacore.ops.visibility import Visibility
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.parallel.loss import vocabulary_share
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
@@ -285,11 +284,11 @@ def peaks(rank: int, world_size: int, case: str, lengths: list[int]) -> list[Pea
         )
         documents = (torch.arange(s) // (s // 3) + 1).view(1, s).to(device) if case == "documents" else None
         alibi = ops.Alibi(torch.tensor(ops.alibi_slopes(HEADS), device=device)) if case == "alibi" else None
-        window = s // 4 if case == "window" else None
+        view = ops.Visibility(causal=True, window=s // 4 if case == "window" else None, documents=documents)
         outer = torch.ones(1, HEADS, s, SIZE, device=device)
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        out = ops.attention(query, key, value, Visibility(causal=True, window=window, documents=documents), alibi=alibi)
+        out = ops.attention(query, key, value, view, alibi=alibi)
         kept = torch.accelerator.memory_allocated(device) - before
         out.backward(outer)
         found.append(Peak(torch.accelerator.max_memory_allocated(device) - before, kept))

@@ -63,9 +63,8 @@ def test_scaling_the_query_first_costs_no_bit_of_fp32() -> None:
     query, key, value = torch.randn(3, B, 4, S, head_size, generator=generator)
     scores = query @ key.transpose(-1, -2)
     expected = ops.fused_softmax(scores, scale=1.0 / math.sqrt(head_size), causal=True) @ value
-    assert torch.equal(
-        ops.attention(query, key, value, Visibility(causal=True), implementation="fused-softmax"), expected
-    )
+    found = ops.attention(query, key, value, Visibility(causal=True), implementation="fused-softmax")
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -165,7 +164,7 @@ def test_one_mask_outlives_its_forward_pass() -> None:
     """Lengths that are gone do not keep their s x s numbers."""
     earlier: list[weakref.ref[Tensor]] = []
     for length in (5, 7, 9):
-        masks = [visible(length, causal=True, window=3, documents=None, device=torch.device("cpu")) for _ in range(2)]
+        masks = [visible(Visibility(causal=True, window=3), length, torch.device("cpu")) for _ in range(2)]
         assert masks[0] is masks[1] and masks[0] is not None
         assert all(mask() is None for mask in earlier)
         earlier.append(weakref.ref(masks[0]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,12 +141,11 @@ def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype,
     copy = torch.empty(count, dtype=torch.bfloat16, device=device)
     with ops.kernels_chosen("triton"):
         for step, gradient in enumerate(gradients, 1):
-            states = (parameter, gradient, mean, square)
-            numbers = ops.AdamWStep(step=step, lr=1e-2, weight_decay=0.1)
-            ops.adamw_(*states, numbers, factor=factor, copy=copy, decays=decays)
+            states, update = (parameter, gradient, mean, square), ops.AdamWStep(step=step, lr=1e-2, weight_decay=0.1)
+            ops.adamw_(*states, update, factor=factor, copy=copy, decays=decays)
         before = [tensor.clone() for tensor in (parameter, mean, square, copy)]
-        skipped = torch.tensor(torch.nan, device=device)
-        ops.adamw_(*states, replace(numbers, step=steps + 1), factor=skipped, copy=copy, decays=decays)
+        skipped, update = torch.tensor(torch.nan, device=device), ops.AdamWStep(step=steps + 1, lr=1e-2)
+        ops.adamw_(*states, update, factor=skipped, copy=copy, decays=decays)
     assert all(torch.equal(*pair) for pair in zip(before, (parameter, mean, square, copy), strict=True))
     assert (parameter - exact).norm() <= 1.1 * (plain - exact).norm()
     assert (parameter - exact).abs().max() <= 1.5 * (plain - exact).abs().max()

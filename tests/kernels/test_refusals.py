@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megacore import ops
-from megacore.ops.visibility import Visibility
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([0, 1, 2])
@@ -23,14 +22,13 @@ TWO = ((0, 2), (2, 4))
 
 def adamw(*, factor: Tensor | None = None, decays: Tensor | None = None, **numbers: Any) -> None:
     """A step of four parameters, but for what is given."""
-    update = ops.AdamWStep(**{"step": 1, "lr": 1e-3, **numbers})
-    ops.adamw_(*(torch.ones(4) for _ in range(4)), update, factor=factor, decays=decays)
+    ops.adamw_(*[torch.ones(4)] * 4, ops.AdamWStep(**{"step": 1, "lr": 1e-3, **numbers}), factor=factor, decays=decays)
 
 
 def attended(query: Tensor = HEADS, key: Tensor = HEADS, value: Tensor = HEADS, **options: Any) -> Tensor:
     """Causal attention, but for what is given."""
     seen = {name: options.pop(name) for name in ("window", "documents") if name in options}
-    return ops.attention(query, key, value, Visibility(causal=True, **seen), **options)
+    return ops.attention(query, key, value, ops.Visibility(causal=True, **seen), **options)
 
 
 def dropped(x: Tensor = ROWS, *, probability: float = 0.1, seed: Any = 0) -> Tensor:

@@ -16,12 +16,12 @@ data/loading/loader
 layers/attention layers/block layers/norm
 models/gpt
 ops/activation ops/attention ops/dispatch ops/loss ops/norm
-optim/adamw optim/fused_adam optim/lr_schedules optim/optimizer optim/spikes optim/update
-parallel/canonical parallel/products parallel/sequence parallel/tensor
-pipeline/backward pipeline/runtime pipeline/stage
-train/callbacks train/gpt_task train/metrics train/step train/stopping train/task train/trainer
+optim/adamw optim/lr_schedules optim/optimizer optim/spikes optim/update
+parallel/canonical parallel/sequence parallel/tensor
+pipeline/runtime pipeline/stage
+train/callbacks train/gpt_task train/step train/stopping train/task train/trainer
 observe/events observe/narrator
-parallel/heartbeat watch/for_training watch/ledger watch/stragglers
+parallel/heartbeat
 zero/bucket zero/data_parallel
 """
 

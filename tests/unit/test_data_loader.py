@@ -76,24 +76,17 @@ def numbers(loader: BatchLoader, steps: int | None = None) -> list[list[list[int
 
 
 def loader(
-    length: int = 40,
-    rank: int = 0,
-    ranks: int = 1,
-    *,
-    micro: int = 2,
-    batch: int = 8,
-    bad: int | None = None,
-    **more: Any,
+    length: int = 40, rank: int = 0, ranks: int = 1, *, micro: int = 2, bad: int | None = None, **more: Any
 ) -> BatchLoader:
     """Of numbered samples, for one of the data-parallel ranks."""
-    sizes: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": batch, "rank": rank, "ranks": ranks}
-    return BatchLoader(Numbered(length, bad), Microbatch, **sizes, **more)
+    sizes: dict[str, Any] = {"micro_batch_size": micro, "global_batch_size": 8, "rank": rank, "ranks": ranks}
+    return BatchLoader(Numbered(length, bad), Microbatch, **sizes | more)
 
 
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1), (3, 4)])
 def test_samples_of_a_step_do_not_depend_on_the_layout(micro: int, dp: int) -> None:
     batch = 24
-    ranks = [numbers(loader(100, d, dp, micro=micro, batch=batch)) for d in range(dp)]
+    ranks = [numbers(loader(100, d, dp, micro=micro, global_batch_size=batch)) for d in range(dp)]
     for step in range(100 // batch):
         for j, d in itertools.product(range(batch // (micro * dp)), range(dp)):
             first = step * batch + (j * dp + d) * micro

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class BatchLoader(Generic[B]):
     Args:
         dataset: samples by global number; as many as the run takes.
         batch_type: what the samples are stacked to; its tensors are named as the samples' arrays.
-        batch_sizes: samples of each step, where they differ from `global_batch_size`.
+        global_batch_size: samples of a step, over all ranks; or, where they differ, those of each.
         rank: this rank's number among those that share the samples.
         num_workers: processes that read ahead; 0 reads in this process.
         pin_memory: copy microbatches to pinned memory, from which an accelerator fetches them by itself.
@@ -72,18 +73,16 @@ class BatchLoader(Generic[B]):
         batch_type: type[B],
         *,
         micro_batch_size: int,
-        global_batch_size: int,
+        global_batch_size: int | Iterator[int],
         rank: int,
         ranks: int,
-        batch_sizes: Iterator[int] | None = None,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        assert global_batch_size % (micro_batch_size * ranks) == 0
         assert 0 <= rank < ranks
         self.consumed_samples = self._first_sample = consumed_samples
-        self._batch_sizes = repeat(global_batch_size) if batch_sizes is None else batch_sizes
+        self._batch_sizes = repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
         self._replica_batch_size, self._pin_memory = micro_batch_size * ranks, pin_memory
         self._view = _RankView(
             dataset=dataset,
@@ -105,6 +104,7 @@ class BatchLoader(Generic[B]):
         sample, WorkerDied where a process that reads ahead has ended."""
         step: list[B] = []
         size = next(self._batch_sizes)
+        assert size % self._replica_batch_size == 0
         with phase(Phase.DATA):
             for _ in range(size // self._replica_batch_size):
                 microbatch = next(self._microbatches)
@@ -142,6 +142,7 @@ class DeviceLoader(Generic[B]):
     def __init__(self, loader: BatchLoader[B], device: torch.device) -> None:
         # Of the steps that were handed out, not of one that is only fetched.
         self.consumed_samples = loader.consumed_samples
+        self.waited = 0.0  # seconds in which the program fetched steps
         self._loader, self._device = loader, device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._next: _Step[B] | Exception | None = None
@@ -174,7 +175,9 @@ class DeviceLoader(Generic[B]):
             self._next = error
 
     def _fetch(self) -> _Step[B]:
+        since = time.perf_counter()
         microbatches = next(self._loader)
+        self.waited += time.perf_counter() - since
         if self._stream is None:
             return _Step(microbatches=microbatches, consumed_samples=self._loader.consumed_samples)
         with self._stream:
