@@ -278,11 +278,6 @@ class Blocks:
         """What every rank has of each of its blocks, [held blocks, ...] -> of all blocks in their order, [B, ...]."""
         return all_gather(all_gather(x, self.sequence.group).flatten(0, 1), self.group).flatten(0, 1)
 
-    def counted_once(self, x: Tensor) -> Tensor:
-        """A sum over whole sequences for a total over all ranks: 0 but on the first of the ranks that divide them, with
-        the gradient of x on all of them, as each computes some blocks of the vocabulary."""
-        return x if not self.divide or self.sequence.group.is_first else x - x.detach()
-
     def scattered_sum(self, x: Tensor) -> Tensor:
         """This rank's positions of the sum of the ranks' tensors [b, s, h], fp32, in the order of the tree."""
         ranks = self.group.size

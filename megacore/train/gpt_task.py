@@ -99,7 +99,7 @@ class GPTTask(TransformerTask):
 
     def counts(self, microbatch: Microbatch) -> Tensor:
         """The tokens that the loss is summed over."""
-        return self.blocks.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))
+        return self.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))
 
     def flops_per_sequence(self) -> float:
         """Operations of one sequence, forward and backward."""
@@ -107,7 +107,7 @@ class GPTTask(TransformerTask):
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         if self.head_has_loss:
-            return self.blocks.counted_once(torch.sum(output * microbatch.loss_mask))
+            return self.counted_once(torch.sum(output * microbatch.loss_mask))
         labels, mask = microbatch.labels, microbatch.loss_mask
         if self.compiled_loss is not None:
             return self.compiled_loss(output, labels, mask, options=options, share=self.share)

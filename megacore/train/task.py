@@ -170,6 +170,11 @@ class TransformerTask(Task):
         beside = TensorSpec((samples, config.data.seq_length), torch.int64)
         return hidden, *(beside for _ in config.beside_hidden_states)
 
+    def counted_once(self, x: Tensor) -> Tensor:
+        """A sum over whole sequences for a total over all ranks: 0 but on the first of the ranks that divide them in
+        canonical blocks, with the gradient of x on all of them, as each computes some blocks of the vocabulary."""
+        return x if not self.blocks.divide or self.blocks.sequence.group.is_first else x - x.detach()
+
     def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
         """The labels [b, s], where the head computes the loss."""
         return (microbatch.labels,) if self.head_has_loss else ()

@@ -17,7 +17,7 @@ layers/attention layers/block layers/norm
 models/gpt
 ops/activation ops/attention ops/dispatch ops/loss ops/norm
 optim/adamw optim/lr_schedules optim/optimizer optim/spikes optim/update
-parallel/canonical parallel/sequence parallel/tensor
+parallel/sequence parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/gpt_task train/step train/stopping train/task train/trainer
 observe/events observe/narrator
