@@ -122,7 +122,11 @@ def as_layers(model: object) -> list[Layer]:
         if _computes_as(one, nn.ModuleList, nn.ModuleDict):
             problems.append(f"layer {name} is a {type(one).__name__}, which computes nothing: use torch.nn.Sequential")
         elif isinstance(one, nn.Module):
-            split = [type(of).__name__ for of in one.modules() if _owns_sharded(of)]
+            split = [
+                type(of).__name__
+                for of in one.modules()
+                if any(isinstance(parameter, ShardedParameter) for parameter in of.parameters(recurse=False))
+            ]
             problems += [
                 f"module {name!r} has a {kind}, whose values megacore makes: describe the layer that makes it, as in "
                 f'Layer("{name}", {kind}, ...)'
@@ -149,10 +153,6 @@ def _computes_as(model: object, *containers: type[nn.Module]) -> bool:
 
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
-
-
-def _owns_sharded(module: nn.Module) -> bool:
-    return any(isinstance(parameter, ShardedParameter) for parameter in module.parameters(recurse=False))
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ def describe_layers(
     for layer in layers:
         parameters = of_layer[layer.name]
         shapes = {local: tuple(parameter.shape) for local, parameter in parameters.items()}
-        ties = _spelled_out(layer, shapes)
+        ties = {local: f"{layer.ties}.{local}" for local in shapes} if isinstance(layer.ties, str) else layer.ties
         problems += _wrong_ties(layer.name, ties, shapes, known, everything)
         tied = {local: root.get(name, name) for local, name in ties.items()}
         root |= {f"{layer.name}.{local}": name for local, name in tied.items()}
@@ -240,10 +240,6 @@ def _wrong_names(names: Sequence[str]) -> Iterator[str]:
         if any(other.startswith(f"{name}.") for other in names):
             other = next(other for other in names if other.startswith(f"{name}."))
             yield f"layer name {other!r} begins with the layer name {name!r} and a dot: rename one of the two"
-
-
-def _spelled_out(layer: Layer, shapes: Mapping[str, Any]) -> Mapping[str, str]:
-    return {local: f"{layer.ties}.{local}" for local in shapes} if isinstance(layer.ties, str) else layer.ties
 
 
 def _wrong_ties(

@@ -268,8 +268,10 @@ def _attend_backward(
     """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
     query, key, value = operands
     if _is_plain(query, scene):
-        gradients = attend_causally_backward(d_out, operands, *result, offset)
-        return gradients if in_fp32 else _in_types(gradients, operands)
+        d_query, d_key, d_value = attend_causally_backward(d_out, operands, *result, offset)
+        if in_fp32:
+            return d_query, d_key, d_value
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
     d_query = like_projection(query, torch.float32 if in_fp32 else None)
     d_key, d_value = (like_projection(x, torch.float32).zero_() for x in (key, value))
     for queries in blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
@@ -304,11 +306,6 @@ def _is_plain(query: Tensor, scene: Scene) -> bool:
     view = scene.view
     hides_more = view.reach is not None or view.documents is not None or scene.slopes is not None
     return _uses_fused(query, scene) and view.causal and not hides_more
-
-
-def _in_types(gradients: tuple[Tensor, ...], operands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (gradient.to(x.dtype) for gradient, x in zip(gradients, operands, strict=True))
-    return query, key, value
 
 
 # A scene and what belongs to it as torch's operators take it, which know flat lists only; in the order of `Scene.flat`.

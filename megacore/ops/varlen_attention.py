@@ -78,12 +78,9 @@ def fits(dtype: torch.dtype, head_size: int) -> bool:
 
 def runs_here(query: Tensor) -> bool:
     """Whether torch has the kernel, and the device runs it."""
-    return query.is_cuda and _capability(query.device) >= (8, 0) and varlen_attn() is not None
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    capability: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
-    return capability
+    if not query.is_cuda or varlen_attn() is None:
+        return False
+    return bool(torch.get_device_module(query.device).get_device_capability(query.device) >= (8, 0))
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility) -> Tensor | None:
@@ -100,7 +97,10 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
         [b, n, s, d], laid out as [b, s, n, d].
     """
     b, _, s, _ = query.shape
-    runs = _runs_of(view.documents) if view.documents is not None else _whole_sequences(b, s, query.device)
+    if view.documents is not None:
+        runs = _runs_of(view.documents)
+    else:
+        runs = _Runs(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=query.device), s)
     if runs is None:
         return None
     reach = -1 if view.reach is None else view.reach - 1
@@ -116,10 +116,6 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
         window_size=(reach, 0 if view.causal else reach),
     )
     return mixed.unflatten(0, (b, s)).transpose(1, 2)
-
-
-def _whole_sequences(count: int, length: int, device: torch.device) -> _Runs:
-    return _Runs(torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device), length)
 
 
 def _runs_of(documents: Tensor) -> _Runs | None:

@@ -50,7 +50,9 @@ def load_schedule(path: Path) -> Schedule:
         )
     microbatches = 1 + max(action.microbatch for row in order for action in row)
     try:
-        _require_home(order)
+        for rank, row in enumerate(order):
+            if strays := [action for action in row if action.stage % len(order) != rank]:
+                raise ScheduleError(f"rank {rank}: {strays[0]} belongs on rank {strays[0].stage % len(order)}")
         schedule = with_transfers(path.stem, order, virtual_stages=stages // len(order), microbatches=microbatches)
         prove(schedule)
     except ScheduleError as error:
@@ -104,10 +106,3 @@ def _action(cell: str, path: Path, rank: int) -> Action:
             "write stage, one of F, B, I, W, and microbatch, as in 0F3"
         )
     return Action(Op(match[2]), int(match[3]), int(match[1]))
-
-
-def _require_home(order: list[list[Action]]) -> None:
-    for rank, row in enumerate(order):
-        for action in row:
-            if action.stage % len(order) != rank:
-                raise ScheduleError(f"rank {rank}: {action} belongs on rank {action.stage % len(order)}")

@@ -120,7 +120,9 @@ class Transport:
                 arrivals.append(Arrival(item.tensors, awaited, item.watched))
             else:
                 self._sending.append((awaited, item))
-        self._drop_sent()
+        while self._sending and all(work.is_completed() for work in self._sending[0][0]):  # their tensors are freed
+            for work in self._sending.popleft()[0]:
+                work.wait()
         return arrivals
 
     def drain(self) -> None:
@@ -130,12 +132,6 @@ class Transport:
             with sent.watched:
                 for work in works:
                     work.wait()
-
-    def _drop_sent(self) -> None:
-        """Free sent tensors whose transfers are done."""
-        while self._sending and all(work.is_completed() for work in self._sending[0][0]):
-            for work in self._sending.popleft()[0]:
-                work.wait()
 
 
 def _as_real(tensor: Tensor) -> Tensor:
