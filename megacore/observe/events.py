@@ -30,31 +30,18 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.metrics import peak_memory_bytes
 from megacore.train.rollback import Rollback
-from megacore.train.step import StepResult
 
 
 class Events(Callback):
     """Passes the events of a run on to the sinks of this rank. `sinks`: in the order in which they take an event."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks, self._begun = list(sinks), False
+        self.sinks = list(sinks)
 
     def on_event(self, run: Run, event: Event) -> None:
         for sink in self.sinks:
             if sink.takes(event.kind):
                 sink.take(event)
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if not self._begun:
-            self._begun = True
-            for sink in self.sinks:
-                sink.begin()
-        if result.skipped is not None:
-            found = result.diagnosis
-            cause = {} if found is None else {"cause": found.cause, "diagnosis": str(found)}
-            self.on_event(run, Event(result.step, "skip", {"reason": result.skipped, **cause}))
-        elif result.spike is not None:
-            self.on_event(run, Event(result.step, "spike", {"reason": result.spike}))
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         self.on_event(run, Event(record["step"], "log", record))

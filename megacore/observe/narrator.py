@@ -12,7 +12,7 @@ from megacore.checkpoint import Saved
 from megacore.observe.diagnosis import IMPLAUSIBLE_LOSS
 from megacore.observe.lines import evaluation_line, log_line, state_memory_line, summary_line
 from megacore.progress import Progress
-from megacore.train.callbacks import Callback, Run
+from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 
@@ -24,16 +24,18 @@ class Narrator(Callback):
         self._train_iters, self._terms = train_iters, terms
         self._first: tuple[int, float] | None = None  # the first logged step, and when it was
         self._is_implausible = False  # whether a loss was, which is said once
-        self._in_spike = False  # whether the last step was one: of several in a row the first is said
+        self._last_spike: int | None = None  # its step: of several in a row the first is said
         self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if result.skipped is not None:
-            cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
-            run.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
-        if result.spike is not None and result.skipped is None and not self._in_spike:
-            run.say(f"warning: step {result.step}/{self._train_iters} | spike: {result.spike} (docs/guides/spikes.md)")
-        self._in_spike = result.spike is not None
+    def on_event(self, run: Run, event: Event) -> None:
+        at, values = f"step {event.step}/{self._train_iters}", event.values
+        if event.kind == "skip":
+            cause = [summary_line("cause", values["diagnosis"])] if "diagnosis" in values else []
+            run.say("\n".join([f"{at} | skipped: {values['reason']}", *cause]))
+        elif event.kind == "spike":
+            if self._last_spike is None or event.step != self._last_spike + 1:
+                run.say(f"warning: {at} | spike: {values['reason']} (docs/guides/spikes.md)")
+            self._last_spike = event.step
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         last = () if sys.stderr.isatty() else self._time_and_eta(record)

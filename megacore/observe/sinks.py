@@ -30,9 +30,6 @@ class Sink:
         """Whether it takes events of this kind: figures, for most sinks."""
         return kind in FIGURES
 
-    def begin(self) -> None:
-        """The first step is done."""
-
     def take(self, event: Event) -> None:
         """Something has happened."""
 

@@ -144,6 +144,16 @@ class Callbacks:
         for member in self.members:
             getattr(member, moment.__name__)(self._run, *about, **named)
 
+    def end_step(self, result: StepResult) -> None:
+        """A step is done; that it was skipped, or a spike, is an event too."""
+        self.call(Callback.on_step_end, result)
+        if result.skipped is not None:
+            found = result.diagnosis
+            cause = {} if found is None else {"cause": found.cause, "diagnosis": str(found)}
+            self.emit("skip", reason=result.skipped, **cause)
+        elif result.spike is not None:
+            self.emit("spike", reason=result.spike)
+
     def figures(self) -> dict[str, float]:
         """What the members add to the record of a step."""
         return {key: figure for member in self.members for key, figure in member.figures(self._run).items()}

@@ -224,7 +224,7 @@ class PipelineEngine:
         elif result.spike is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
-        self._callbacks.call(Callback.on_step_end, result)
+        self._callbacks.end_step(result)
         return result
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:

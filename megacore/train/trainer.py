@@ -194,7 +194,7 @@ class Trainer:
         self.decision = self.stop_requests.decision(result.votes)
         if Current.heartbeat is not None:
             Current.heartbeat.end_step()
-        self.callbacks.call(Callback.on_step_end, result)
+        self.callbacks.end_step(result)
         return result
 
     @property

@@ -291,7 +291,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [  # layers, changes, what is s
     ([nn.ModuleList([nn.Linear(6, 6)])], {}, "layer 0 is a ModuleList, which computes nothing: use torch.nn.Seq"),
     (nn.Sequential(VocabParallelEmbedding(8, 6)), {}, r"module '0' has a VocabParallelEmbedding.*Layer\(\"0\", Voc"),
     ([Layer("a", dict)], {}, "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
-    (ONE, {"optimiser": 1, "train_iters": None}, r"(?s)argument optimiser \(did you mean optimizer\?\).*rs is missing:"),
+    (ONE, {"optimiser": 1, "train_iters": None}, r"(?s)argument optimiser \(did you mean optimizer\?\).*is missing:"),
     (ONE, PLAIN | {"optimizer_settings": Quick()}, "Quick is of no registered optimizer: use AdamWConfig"),
     (ONE, {"optimizer": OptimizerConfig(optimizer="sgd"), "optimizer_settings": AdamWConfig()},
      "optimizer sgd and optimizer_settings AdamWConfig, which is of adamw, exclude each other: use SGDConfig"),

@@ -20,7 +20,6 @@ optim/adamw optim/lr_schedules optim/optimizer optim/spikes optim/update
 parallel/sequence parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/gpt_task train/step train/stopping train/task train/trainer
-observe/events observe/narrator
 parallel/heartbeat
 zero/bucket zero/data_parallel
 """

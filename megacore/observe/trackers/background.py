@@ -52,16 +52,11 @@ class Background(Sink):
         self._started = self._failed = self._is_open = False
         self._lost = 0
 
-    def begin(self) -> None:
-        """Start the thread, unless it runs: not before the first step, in which the workers that load data are
-        forked."""
-        if not self._started:
-            self._started = True
-            self._thread.start()
-
     def take(self, event: Event) -> None:
         """Pass a record on, or leave it out if too many wait; returns at once."""
-        self.begin()
+        if not self._started:  # not before the first step, in which the workers that load data are forked
+            self._started = True
+            self._thread.start()
         if self._waiting.qsize() >= MOST_WAITING:
             if not self._lost:
                 self._say(f"{self._tracker.flag} is too slow: records are left out (all are in metrics.jsonl)")
