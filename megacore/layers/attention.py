@@ -132,7 +132,7 @@ class Attention(nn.Module):
                 query,
                 key,
                 value,
-                self.view if documents is None else self.view.of(documents),
+                view=self.view if documents is None else self.view.of(documents),
                 alibi=alibi,
                 soft_cap=self.soft_cap,
                 dropout=dropout,

@@ -105,8 +105,7 @@ class AdamW(Optimizer[AdamWConfig]):
         return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        rates = {"beta1": self.momentum, "lr": lr, "weight_decay": weight_decay}
-        step = partial(fused_, adamw, settings=self.settings, **rates)
+        step = partial(fused_, adamw, beta1=self.momentum, settings=self.settings, lr=lr, weight_decay=weight_decay)
         if self._kept is None:
             means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
             step([run.master for run in runs], gradients, means=means, squares=squares, steps=self.steps(runs))

@@ -420,7 +420,7 @@ def _by_heads(
         whole: Tensor = _Exchange.apply(joined, shards, True)  # [b, s, (n + 2 g) / p, d]
         mixed = attention(
             *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
-            view,
+            view=view,
             alibi=None if slopes is None else Alibi(slopes),
             soft_cap=soft_cap,
         )

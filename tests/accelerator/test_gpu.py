@@ -148,10 +148,10 @@ def test_attention_never_writes_all_weights(dtype: torch.dtype, groups: int, cau
     key, value = (torch.randn(2, groups, 64, 64, device=GPU, dtype=dtype, requires_grad=True) for _ in range(2))
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     with sdpa_kernel(fused):
-        found = ops.attention(query, key, value, view)
+        found = ops.attention(query, key, value, view=view)
         gradients = torch.autograd.grad(found.square().sum(), (query, key, value))
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (query, key, value)]
-    expected = ops.attention(*(tensor.float() for tensor in exact), view, implementation="fused-softmax")
+    expected = ops.attention(*(tensor.float() for tensor in exact), view=view, implementation="fused-softmax")
     wanted = torch.autograd.grad(expected.square().sum(), exact)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for one, other in zip((found, *gradients), (expected, *wanted), strict=True):

@@ -288,7 +288,7 @@ def peaks(rank: int, world_size: int, case: str, lengths: list[int]) -> list[Pea
         outer = torch.ones(1, HEADS, s, SIZE, device=device)
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        out = ops.attention(query, key, value, view, alibi=alibi)
+        out = ops.attention(query, key, value, view=view, alibi=alibi)
         kept = torch.accelerator.memory_allocated(device) - before
         out.backward(outer)
         found.append(Peak(torch.accelerator.max_memory_allocated(device) - before, kept))

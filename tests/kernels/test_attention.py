@@ -32,7 +32,7 @@ from tests.kernels.loop import CASES, DOCUMENTS, B, D, S, brute_force, drawn, is
 def test_attention_is_the_loop(case: str, groups: int, alibi: bool, implementation: Attention) -> None:
     ours = [x.requires_grad_() for x in drawn(groups)]
     bias = ops.Alibi(torch.tensor(ops.alibi_slopes(4))) if alibi else None
-    found = ops.attention(*ours, Visibility(**CASES[case]), alibi=bias, implementation=implementation)
+    found = ops.attention(*ours, view=Visibility(**CASES[case]), alibi=bias, implementation=implementation)
     is_the_loop(found, ours, case, alibi=alibi)
 
 
@@ -47,7 +47,7 @@ def test_products_beyond_the_range_of_fp16_overflow_nowhere(case: str, alibi: bo
     exact = [x.double().requires_grad_() for x in half]
     slopes = ops.alibi_slopes(4) if alibi else None
     bias = None if slopes is None else ops.Alibi(torch.tensor(slopes))
-    found = ops.attention(*ours, Visibility(**CASES[case]), alibi=bias, implementation="fused-softmax")
+    found = ops.attention(*ours, view=Visibility(**CASES[case]), alibi=bias, implementation="fused-softmax")
     expected = brute_force(*exact, **CASES[case], slopes=slopes)
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6)).half()
@@ -63,7 +63,7 @@ def test_scaling_the_query_first_costs_no_bit_of_fp32() -> None:
     query, key, value = torch.randn(3, B, 4, S, head_size, generator=generator)
     scores = query @ key.transpose(-1, -2)
     expected = ops.fused_softmax(scores, scale=1.0 / math.sqrt(head_size), causal=True) @ value
-    found = ops.attention(query, key, value, Visibility(causal=True), implementation="fused-softmax")
+    found = ops.attention(query, key, value, view=Visibility(causal=True), implementation="fused-softmax")
     assert torch.equal(found, expected)
 
 
@@ -72,7 +72,7 @@ def test_dropout_in_fp32_is_torchs_to_the_bit(groups: int) -> None:
     """F.dropout of the weights before the product, with the same draws: outputs and gradients."""
     query, key, value = ours = [x.detach().requires_grad_() for x in drawn(groups)]
     torch.manual_seed(7)
-    found = ops.attention(query, key, value, Visibility(causal=True), dropout=0.3, implementation="fused-softmax")
+    found = ops.attention(query, key, value, view=Visibility(causal=True), dropout=0.3, implementation="fused-softmax")
     repeated = [x.repeat_interleave(4 // groups, 1) if groups < 4 else x for x in (key, value)]
     scores = query @ repeated[0].transpose(-1, -2)
     torch.manual_seed(7)
@@ -94,7 +94,7 @@ def test_dropout_leaves_the_mean_as_it_is(dtype: torch.dtype, implementation: At
     query = torch.zeros_like(value)
     outer = (1.0 + torch.rand(16, 64, 64, 4, generator=generator)).to(dtype)
     torch.manual_seed(7)
-    found = ops.attention(query, query, value, Visibility(causal=False), dropout=p, implementation=implementation)
+    found = ops.attention(query, query, value, view=Visibility(causal=False), dropout=p, implementation=implementation)
     (gradient,) = torch.autograd.grad(found, value, outer)
     strays = 5.0 * math.sqrt(p / (1.0 - p) / 2**22)
     assert float(found.detach().double().mean() / value.detach().double().mean()) == pytest.approx(1.0, abs=strays)
@@ -115,7 +115,7 @@ def test_nothing_leaks_from_padding_or_other_documents(
     results = []
     for tensors in (before, after):
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = ops.attention(*leaves, Visibility(causal=causal, documents=DOCUMENTS), implementation=implementation)
+        out = ops.attention(*leaves, view=Visibility(causal=causal, documents=DOCUMENTS), implementation=implementation)
         assert torch.all(out.transpose(1, 2)[DOCUMENTS == 0] == 0)
         kept = out.transpose(1, 2)[~others]
         gradients = torch.autograd.grad(kept.float().square().sum(), leaves)
@@ -148,16 +148,16 @@ def test_masks_do_not_depend_on_who_asked_first(way: str, first: str) -> None:
         }
         with before[first]:
             sized = [torch.empty(B, 4, S, D) for _ in range(3)]
-            ops.attention(*sized, view, alibi=alibi, implementation=implementation)
+            ops.attention(*sized, view=view, alibi=alibi, implementation=implementation)
         ours = [x.requires_grad_() for x in drawn(4)]
-        found = ops.attention(*ours, view, alibi=alibi, implementation=implementation)
+        found = ops.attention(*ours, view=view, alibi=alibi, implementation=implementation)
         slopes = None if alibi is None else ops.alibi_slopes(4)
         expected = brute_force(*(x.double() for x in ours), causal=True, window=view.window, slopes=slopes)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
         found.sum().backward()
         with FakeTensorMode(allow_non_fake_inputs=True):  # and a dry run after it
             sized = [torch.empty(B, 4, S, D) for _ in range(3)]
-            assert ops.attention(*sized, view, alibi=alibi, implementation=implementation).shape == (B, 4, S, D)
+            assert ops.attention(*sized, view=view, alibi=alibi, implementation=implementation).shape == (B, 4, S, D)
 
 
 def test_one_mask_outlives_its_forward_pass() -> None:
@@ -191,7 +191,7 @@ def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None
         found, _ = block_attention(*ours, view=Visibility(**options), slopes=slopes, soft_cap=CAP, block=3)
     else:
         bias = None if slopes is None else ops.Alibi(slopes)
-        found = ops.attention(*ours, Visibility(**options), alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
+        found = ops.attention(*ours, view=Visibility(**options), alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
     documents = options.get("documents")
     real = torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1)
     seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))

@@ -154,15 +154,15 @@ def test_long_sequences_lose_nothing_against_whole_masks(
     d_out = torch.randn(1, 4, LENGTH, 16, generator=generator).to(dtype)
     options = dict(LONG[case])
     slopes = torch.tensor(ops.alibi_slopes(4)) if options.pop("alibi", False) else None
+    view = Visibility(**options)
 
     def results(whole: int) -> list[Tensor]:
         monkeypatch.setattr(attention, "WHOLE", whole)
         leaves = [x.detach().requires_grad_() for x in drawn]
-        out = ops.attention(*leaves, **options, alibi=None if slopes is None else ops.Alibi(slopes))
+        out = ops.attention(*leaves, view=view, alibi=None if slopes is None else ops.Alibi(slopes))
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     exact = [x.double().requires_grad_() for x in drawn]
-    view = Visibility(**options)
     seen = view.mask(range(LENGTH), range(LENGTH), torch.device("cpu"))
     expected = with_all_weights(*exact, seen=seen, slopes=slopes)[0]
     if view.documents is not None:
@@ -182,11 +182,12 @@ def test_short_sequences_are_computed_whole(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "block_attention", refuse)
     query, key, value = torch.randn(3, 1, 2, 1025, 8)
     short = [x[:, :, :1024] for x in (query, key, value)]
-    ops.attention(*short, causal=True, window=5, dropout=0.1)
-    ops.attention(query, key, value, causal=True, window=1025)  # hides nothing
-    ops.attention(query, key, value, causal=True, window=5, implementation="fused-softmax")
+    view = Visibility(causal=True, window=5)
+    ops.attention(*short, view=view, dropout=0.1)
+    ops.attention(query, key, value, view=Visibility(causal=True, window=1025))  # hides nothing
+    ops.attention(query, key, value, view=view, implementation="fused-softmax")
     with pytest.raises(AssertionError):
-        ops.attention(query, key, value, causal=True, window=5)
+        ops.attention(query, key, value, view=view)
 
 
 class Largest(TorchDispatchMode):

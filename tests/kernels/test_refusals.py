@@ -22,13 +22,14 @@ TWO = ((0, 2), (2, 4))
 
 def adamw(*, factor: Tensor | None = None, decays: Tensor | None = None, **numbers: Any) -> None:
     """A step of four parameters, but for what is given."""
-    ops.adamw_(*[torch.ones(4)] * 4, ops.AdamWStep(**{"step": 1, "lr": 1e-3, **numbers}), factor=factor, decays=decays)
+    update = ops.AdamWStep(**{"step": 1, "lr": 1e-3, **numbers})
+    ops.adamw_(*[torch.ones(4)] * 4, update=update, factor=factor, decays=decays)
 
 
 def attended(query: Tensor = HEADS, key: Tensor = HEADS, value: Tensor = HEADS, **options: Any) -> Tensor:
     """Causal attention, but for what is given."""
     seen = {name: options.pop(name) for name in ("window", "documents") if name in options}
-    return ops.attention(query, key, value, ops.Visibility(causal=True, **seen), **options)
+    return ops.attention(query, key, value, view=ops.Visibility(causal=True, **seen), **options)
 
 
 def dropped(x: Tensor = ROWS, *, probability: float = 0.1, seed: Any = 0) -> Tensor:
@@ -88,7 +89,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "probability": (lambda: dropped(probability=1.0), "probability is 1.0"),
     "seed": (lambda: dropped(seed=-1), "seed is -1"),
     "step": (lambda: adamw(step=0), "step is 0: the first step is 1"),
-    "flat": (lambda: ops.adamw_(*(ROWS for _ in range(4)), ops.AdamWStep(step=1, lr=1e-3)), "parameter has shape"),
+    "flat": (lambda: ops.adamw_(*[ROWS] * 4, update=ops.AdamWStep(step=1, lr=1e-3)), "parameter has shape"),
     "choice": (lambda: ops.choose_kernels("cuda"), "choice is 'cuda': it must be one of auto, triton, torch"),  # type: ignore[arg-type]
     "z_loss": (lambda: ops.CrossEntropyOptions(z_loss=-1.0), "z_loss is -1.0: it must be finite and not negative"),
     "no dimension of logits": (lambda: ops.cross_entropy(torch.tensor(1.0), IDS[0]), r"logits has shape \(\): its"),

@@ -66,7 +66,7 @@ RESTRICTED = [name for name in CASES if name not in ("causal", "both ways", "a w
 @pytest.mark.parametrize("case", RESTRICTED)
 def test_the_kernel_sees_what_the_loop_sees(case: str, groups: int, kernel: list[dict[str, Any]]) -> None:
     ours = [x.requires_grad_() for x in drawn(groups)]
-    found = ops.attention(*ours, Visibility(**CASES[case]))
+    found = ops.attention(*ours, view=Visibility(**CASES[case]))
     assert len(kernel) == 1
     is_the_loop(found, ours, case)
 
@@ -83,16 +83,16 @@ def test_documents_are_read_once_for_all_layers(kernel: list[dict[str, Any]], mo
     monkeypatch.setattr(varlen_attention, "find_runs", reading)
     for documents in (DOCUMENTS.clone(), DOCUMENTS.clone()):
         for _ in range(3):
-            ops.attention(*drawn(4), Visibility(causal=True, documents=documents))
+            ops.attention(*drawn(4), view=Visibility(causal=True, documents=documents))
     assert len(read) == 2 and len(kernel) == 6
-    ops.attention(*drawn(4), Visibility(causal=True, window=3))
+    ops.attention(*drawn(4), view=Visibility(causal=True, window=3))
     assert len(read) == 2 and kernel[-1] == {"window_size": (2, 0), "longest": S, "runs": B}
 
 
 def test_a_document_in_two_pieces_is_left_to_blocks(kernel: list[dict[str, Any]]) -> None:
     documents = DOCUMENTS.clone()
     documents[0, -1] = 1  # as at the front
-    found = ops.attention(*drawn(2), Visibility(causal=True, documents=documents))
+    found = ops.attention(*drawn(2), view=Visibility(causal=True, documents=documents))
     expected = brute_force(*(x.double() for x in drawn(2)), causal=True, documents=documents)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
     assert not kernel
@@ -101,7 +101,7 @@ def test_a_document_in_two_pieces_is_left_to_blocks(kernel: list[dict[str, Any]]
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"alibi": True}], ids=str)
 def test_what_the_kernel_does_not_know_is_left_to_blocks(option: dict[str, Any], kernel: list[dict[str, Any]]) -> None:
     alibi = ops.Alibi(torch.tensor(ops.alibi_slopes(4))) if "alibi" in option else None
-    ops.attention(*drawn(4), Visibility(causal=True, window=3), dropout=option.get("dropout", 0.0), alibi=alibi)
+    ops.attention(*drawn(4), view=Visibility(causal=True, window=3), dropout=option.get("dropout", 0.0), alibi=alibi)
     assert not kernel
 
 
@@ -137,7 +137,7 @@ def test_torchs_kernel_is_the_loop(case: str, groups: int, monkeypatch: pytest.M
     options: dict[str, Any] = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in CASES[case].items()}
     assert varlen_attention.can_attend(ours[0], alibi=False, dropout=0.0)
     assert varlen_attention.varlen_attention(ours[0], ours[1], ours[2], Visibility(**options)) is not None
-    found = ops.attention(*ours, Visibility(**options))
+    found = ops.attention(*ours, view=Visibility(**options))
     expected = brute_force(*exact, **CASES[case])
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-2, atol=2e-2)
     gradients = torch.autograd.grad(found.float().sum(), ours)

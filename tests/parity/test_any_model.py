@@ -48,7 +48,7 @@ def make_engine(case: str) -> PipelineEngine:
     return PipelineEngine(
         model.layers,
         loss=model.loss,
-        reduction=model.reduction,  # type: ignore[arg-type]
+        reduction=model.reduction,
         count=model.count,
         parallel=ParallelConfig(**{"pp": 1, "dp": 1, "device": "cpu", "bucket_size_mb": 1e-3, **changes}),
         optimizer=OPTIMIZER,
