@@ -222,7 +222,7 @@ class Workloads:
 
         def ours(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
             numbers = ops.AdamWStep(step=1, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-            ops.adamw_(parameter, gradient, mean, square, numbers, factor=factor, copy=copy)
+            ops.adamw_(parameter, gradient, mean, square, update=numbers, factor=factor, copy=copy)
 
         def plain(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
             torch._fused_adamw_(

@@ -136,7 +136,7 @@ class AdamW(Optimizer[AdamWConfig]):
             gradients,
             self._moment(bucket, "exp_avg"),
             self._moment(bucket, "exp_avg_sq"),
-            numbers,
+            update=numbers,
             factor=factor,
             copy=bucket.shard_to_write(),
             decays=self._decays_of(bucket, runs) if len(decaying) > 1 else None,

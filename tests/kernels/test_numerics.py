@@ -142,10 +142,10 @@ def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype,
     with ops.kernels_chosen("triton"):
         for step, gradient in enumerate(gradients, 1):
             states, update = (parameter, gradient, mean, square), ops.AdamWStep(step=step, lr=1e-2, weight_decay=0.1)
-            ops.adamw_(*states, update, factor=factor, copy=copy, decays=decays)
+            ops.adamw_(*states, update=update, factor=factor, copy=copy, decays=decays)
         before = [tensor.clone() for tensor in (parameter, mean, square, copy)]
         skipped, update = torch.tensor(torch.nan, device=device), ops.AdamWStep(step=steps + 1, lr=1e-2)
-        ops.adamw_(*states, update, factor=skipped, copy=copy, decays=decays)
+        ops.adamw_(*states, update=update, factor=skipped, copy=copy, decays=decays)
     assert all(torch.equal(*pair) for pair in zip(before, (parameter, mean, square, copy), strict=True))
     assert (parameter - exact).norm() <= 1.1 * (plain - exact).norm()
     assert (parameter - exact).abs().max() <= 1.5 * (plain - exact).abs().max()

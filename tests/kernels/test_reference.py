@@ -105,7 +105,7 @@ def test_adamw_is_torchs(decay: float) -> None:
     for step in range(1, 6):
         twin.grad = torch.randn(999)
         numbers = ops.AdamWStep(step=step, lr=1e-2, weight_decay=decay)
-        ops.adamw_(parameter, twin.grad, mean, square, numbers, copy=copy)
+        ops.adamw_(parameter, twin.grad, mean, square, update=numbers, copy=copy)
         adamw.step()
         torch.testing.assert_close(parameter, twin.detach(), rtol=1e-6, atol=1e-6)
         assert torch.equal(copy, parameter.bfloat16())
@@ -116,9 +116,10 @@ def test_adamw_skips_a_step_whose_factor_is_nan_and_decays_matrices_alone() -> N
     mean, square, copy = torch.zeros(80), torch.zeros(80), torch.zeros(80, dtype=torch.bfloat16)
     decays, start = torch.tensor([0, 1, 0], dtype=torch.uint8), parameter.clone()
     numbers = ops.AdamWStep(step=1, lr=0.5, weight_decay=0.5)
-    ops.adamw_(parameter, gradient, mean, square, numbers, factor=torch.tensor(torch.nan), copy=copy, decays=decays)
+    options: dict[str, Any] = {"update": numbers, "copy": copy, "decays": decays}
+    ops.adamw_(parameter, gradient, mean, square, factor=torch.tensor(torch.nan), **options)
     assert torch.equal(parameter, start) and not copy.any() and not mean.any() and not square.any()
-    ops.adamw_(parameter, gradient, mean, square, numbers, copy=copy, decays=decays)
+    ops.adamw_(parameter, gradient, mean, square, **options)
     expected = torch.cat([start[:32], 0.75 * start[32:64], start[64:]])
     assert torch.equal(parameter, expected) and torch.equal(copy, expected.bfloat16())
 
