@@ -31,7 +31,7 @@ class DeepSpeedKeys:
     settings: list[ForeignSetting] = field(default_factory=list)  # its keys, to be translated with the flags
     problems: list[str] = field(default_factory=list)  # what is wrong with the file, and the keys that do not exist
     unread: set[str] = field(default_factory=set)  # fields that it may set, where it could not be read
-    notes: list[str] = field(default_factory=list)  # what to tell the user
+    notes: list[str] = field(default_factory=list)
     document: Document = field(default_factory=dict)  # the configuration itself
 
 

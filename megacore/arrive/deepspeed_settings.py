@@ -35,7 +35,7 @@ _EITHER = "train_batch_size and train_micro_batch_size_per_gpu are both left out
 class EngineSettings:
     """What an engine is made from."""
 
-    # Parallel, precision, optimizer, optimizer_settings, logging: sections of its configuration.
+    # Sections of its configuration.
     parallel: ParallelConfig
     precision: PrecisionConfig
     optimizer: OptimizerConfig

@@ -25,7 +25,7 @@ class Translation:
     # Values that follow from it, by field, where nothing else sets them.
     implied: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # fields whose values on the command line mean nothing beside the setting
-    note: str = ""  # what to tell the user
+    note: str = ""
 
 
 class MissingField(ValueError):
@@ -41,7 +41,7 @@ class Run:
     """What a translation may depend on."""
 
     config: Config  # the configuration before settings are translated
-    world_size: int = 1  # the number of processes
+    world_size: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)  # what is given so far, by field
     # Settings of other trainers that are given, with their values as text.
     others: Mapping[str, str] = field(default_factory=dict)

@@ -51,7 +51,7 @@ _PATIENCE_SECONDS = 10.0  # with a thread that writes what is given up: a disk m
 class Saved:
     """A published checkpoint."""
 
-    step: int  # of the run
+    step: int
     path: Location
     updates: int  # of the weights, as this start of the run counts them
     notes: tuple[str, ...] = ()  # what went wrong after it was published, and does not concern it
@@ -61,7 +61,7 @@ class Saved:
 class Marked:
     """What has been marked in doubt."""
 
-    paths: tuple[str, ...] = ()  # of the checkpoints
+    paths: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()  # what went wrong, each a sentence that names the checkpoint or the file
 
 

@@ -44,7 +44,7 @@ class TrainingState:
     consumed_samples: int  # the data loader's whole state
     data_parallel: DataParallel  # holds the weights
     optimizer: Optimizer[Any]  # holds the state of what this rank updates
-    # Further numbers, the same on every rank (updates done, loss scale)
+    # Further numbers, the same on every rank (updates done, loss scale).
     counters: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)  # lists of numbers, likewise
     # By global name; replicas may have different ones, and one replica's are kept.

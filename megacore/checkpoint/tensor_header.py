@@ -27,7 +27,7 @@ class StoredTensor:
     """Where a tensor lies."""
 
     file: Location
-    name: str  # its name in the file
+    name: str
     dtype: str  # of its elements, by the format's name
     shape: tuple[int, ...]
     start: int  # offset of its first byte in the file

@@ -32,7 +32,7 @@ class _Refused(NamedTuple):
     """Words of a command line that argparse refuses."""
 
     flag: str  # that they begin with
-    said: str  # what is wrong with them
+    said: str
     place: int  # of the first of them
     length: int
     instead: tuple[str, ...] = ()  # words that are read in their place

@@ -49,7 +49,7 @@ class EmptyFlag(NamedTuple):
     """A flag whose value is empty."""
 
     flag: str
-    said: str  # what is wrong
+    said: str
     place: int  # of the flag among the words of the command line
     length: int  # the number of words with its value
 

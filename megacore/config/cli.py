@@ -232,7 +232,7 @@ class _Reading(Generic[C]):
     """The configuration that the sources give together, and what is wrong with it."""
 
     config: C  # the configuration, which may be invalid
-    world_size: int  # the number of processes of the run
+    world_size: int
     problems: list[str]  # what every rank finds wrong
     local_problems: list[str]  # what is wrong with the files and the environment of this machine
     notes: list[str]  # what to tell the user although nothing is wrong

@@ -13,7 +13,7 @@ class ForeignSetting:
 
     origin: str  # the trainer, or its file
     source: str  # the setting and its value, for messages
-    fields: tuple[str, ...]  # that it sets
+    fields: tuple[str, ...]
     # From what else the run is given (megacore/arrive/translation.py). Raises ValueError for a value without a
     # translation.
     translate: Callable[[Any], Any]
@@ -26,8 +26,8 @@ class ForeignSetting:
 class Given:
     """What one source, the command line or a file, sets."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # values by field
-    problems: list[str] = field(default_factory=list)  # what is wrong with the source
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)  # fields that the source sets to a value which could not be read
     # Settings of other trainers, which become fields when they are translated.
     foreign: list[ForeignSetting] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Given:
     translated: dict[str, dict[str, str]] = field(default_factory=dict)
     # Settings that change nothing here, by where they come from.
     idle: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what to tell the user about the source
+    notes: list[str] = field(default_factory=list)
 
     def translation_notes(self) -> list[str]:
         """A note with the settings of each other trainer that were translated, and one with those that change

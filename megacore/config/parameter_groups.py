@@ -48,7 +48,7 @@ class ParameterGroups:
 
     rules: tuple[Rule, ...] = ()  # the first that matches a name counts
     layer_decay: float = 1.0  # factor of the learning rate from block to block, towards the input
-    num_layers: int = 0  # blocks of the model
+    num_layers: int = 0
     decoupled: bool = False  # whether the token embedding and the output layer have a learning rate of their own
     # How many times as wide as the base of muP the model is: matrices of blocks learn at the learning rate divided by
     # it. Their weight decay is multiplied by it, so that they decay as fast as at the base width.

@@ -90,7 +90,7 @@ class Problem(str):
     """A message about a violated constraint."""
 
     said: str
-    ways: tuple[Way, ...]  # out of it
+    ways: tuple[Way, ...]
     about: frozenset[str]  # fields that the constraint depends on and does not name
     only: frozenset[str]  # the fields that it is about, where it names others; empty: those that it names
 

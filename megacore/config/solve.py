@@ -47,7 +47,7 @@ def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | 
 class _Group:
     """Violated constraints that share flags."""
 
-    problems: Sequence[str]  # of the group
+    problems: Sequence[str]
     known: frozenset[frozenset[str] | str]  # every violated constraint, by `_key`
     recheck: Recheck  # what is violated with other values
     processes: int | None  # of the run; None: as many as its degrees say

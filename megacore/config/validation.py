@@ -23,7 +23,7 @@ class Validation:
     """The constraints of a configuration, and of what it would be with other values."""
 
     config: Config  # the configuration to check, resolved or not; none of its values need be valid
-    world_size: int  # the number of processes of the run
+    world_size: int
     # Fields that were given a value which could not be read. Constraints on them are not checked.
     unread: frozenset[str] = frozenset()
     # The run is planned for as many processes as its degrees say; other degrees change their number.

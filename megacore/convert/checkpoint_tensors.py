@@ -40,7 +40,7 @@ class CheckpointTensors:
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.directory = find_checkpoint(path)
-        self.manifest = read_manifest(self.directory)  # what it says
+        self.manifest = read_manifest(self.directory)
         self.config = trained_model(self.manifest, self.directory)  # the model that it is of, resolved
         paired = "bert" in self.manifest.config
         # Its BERT section; None: it predicts the next token.

@@ -52,7 +52,7 @@ class Piece:
     """Where a piece of a tensor lies."""
 
     start: tuple[int, ...]  # its first element in each dimension
-    shape: tuple[int, ...]  # of the piece
+    shape: tuple[int, ...]
     file: Path
     offset: int  # offset, length: its bytes in the file
     length: int
@@ -63,9 +63,9 @@ class TensorInPieces:
     """A tensor of a checkpoint."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)  # that it consists of
+    pieces: list[Piece] = field(default_factory=list)
 
     def read(self) -> Tensor:
         """The whole tensor. Raises CheckpointError where a piece is damaged, or the pieces do not cover the tensor."""

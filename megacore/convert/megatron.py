@@ -38,7 +38,7 @@ class _Merged:
 class MegatronModel:
     """A checkpoint of Megatron-LM's that megacore can represent."""
 
-    path: Path  # where it lies
+    path: Path
     config: ResolvedModel  # the model, resolved
     version: float  # of the order of query, key and value
     ranks: int

@@ -19,7 +19,7 @@ _TICKS = 5
 class Curve:
     """A curve."""
 
-    title: str  # what it shows
+    title: str
     points: Sequence[tuple[float, float]]  # (x, y), x ascending; y is finite
     marked: float | None = None  # an x that a vertical line marks, or None
 

@@ -49,7 +49,7 @@ class Scale(NamedTuple):
 
     end: float  # of the time line, as it is drawn
     pixels: float  # of one unit of time
-    left_out: LeftOut | None = None  # the part, or None
+    left_out: LeftOut | None = None
 
     @property
     def width(self) -> float:
@@ -80,8 +80,8 @@ class Piece(NamedTuple):
 class Panel:
     """A time line with what is said above it."""
 
-    title: str  # what it is
-    bubble: str  # the bubble in words
+    title: str
+    bubble: str
     timeline: Timeline  # when which rank computes what
     virtual_stages: int = 1  # stages per rank, which differ in shade
     # Time of a message between stages, to draw each as a line from rank to rank; None: draw none.

@@ -55,7 +55,7 @@ class LayerOutline:
     held: int  # parameters that one tensor-parallel rank holds, padding included
     flops: float  # operations of its forward for one token
     is_block: bool = False  # one of the repeated layers
-    # parameters' local names -> global names of the earlier layer's parameters that they are
+    # Parameters' local names -> global names of the earlier layer's parameters that they are
     tied: Mapping[str, str] = field(default_factory=dict)
     shared: int = 0  # how many of `held` are these, and are held once where both layers lie on one rank
     # The configuration of this block, as windows may differ; None for the embedding and the head.

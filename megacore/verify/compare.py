@@ -29,7 +29,7 @@ _SHOWN = 10
 class Row:
     """One compared tensor."""
 
-    key: Key  # of the tensor
+    key: Key
     difference: float  # relative Frobenius norm of the difference
     largest: float  # largest absolute difference of an element
     measured: float  # the same relative norm, for one unit in the last place of the reference's weights

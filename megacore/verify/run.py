@@ -77,7 +77,7 @@ class Key(NamedTuple):
 class Piece:
     """What one rank holds of a tensor."""
 
-    key: Key  # of the tensor
+    key: Key
     shape: tuple[int, ...]  # of the global tensor
     slices: Slices  # of the global tensor that the rank's local tensor holds
     local_shape: tuple[int, ...]  # of the local tensor, padding included

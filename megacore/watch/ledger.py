@@ -67,16 +67,16 @@ class Identity:
     """What a rank says about itself once."""
 
     rank: int
-    world_size: int  # number of ranks
+    world_size: int
     local_world_size: int  # number of ranks on this node
-    host: str  # the node's name
-    pid: int  # of the process
+    host: str
+    pid: int
     born: int  # when the process started, in clock ticks since boot, which tells it from a later one of the same number
     degrees: Mapping[str, int]  # ranks along each dimension, outermost first
-    output_dir: str  # of the run
+    output_dir: str
     hang_timeout: float  # seconds
     collective_timeout: float  # seconds after which the backend itself fails
-    node: int = 0  # the node's number
+    node: int = 0
 
 
 class _Kind(NamedTuple):

@@ -122,7 +122,7 @@ class Nodes:
             except (ImportError, RuntimeError, OSError):
                 self._store = None
 
-        # Torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
+        # torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
         # the store is asked nothing else.
         self._call = threading.Thread(target=call, name="store", daemon=True)
         self._call.start()

@@ -23,7 +23,7 @@ _READS = 20
 class Record:
     """A ledger as it was read."""
 
-    identity: Identity  # of the rank
+    identity: Identity
     phase: Phase  # the innermost one
     section: Phase  # the outer phase, which decides how long the inner one may take
     age: float  # seconds since the last mark

@@ -24,12 +24,12 @@ class BertBatch(Batch):
 
     tokens: torch.Tensor  # int64 [b, s], with what is to be predicted masked, and padding after the end
     token_types: torch.Tensor  # int64 [b, s], 0 in the first segment and in padding, 1 in the second segment
-    # Int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real positions of a sample
+    # int64 [b, s], which packed document a position belongs to: 1, 2, ...; 0 in padding. All real positions of a sample
     # that is not packed are 1.
     documents: torch.Tensor
     labels: torch.Tensor  # int64 [b, s], the tokens before masking
     loss_mask: torch.Tensor  # float32 [b, s], 1 where the token is predicted
-    # Int64 [b], 0 where the segments are in order, 1 where the second is another document's (nsp) or they are swapped
+    # int64 [b], 0 where the segments are in order, 1 where the second is another document's (nsp) or they are swapped
     # (sop), -1 where there is no sentence task.
     sentence_labels: torch.Tensor
 

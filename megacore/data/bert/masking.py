@@ -40,12 +40,12 @@ class SpecialTokens:
 class Masking:
     """The rules of a run."""
 
-    prob: float  # Share of the tokens that are predicted
-    mask: int  # Id of the mask token
+    prob: float  # share of the tokens that are predicted
+    mask: int  # id of the mask token
     special: Bools  # bool [V], tokens that are never chosen, and never a random replacement
     ordinary: NDArray[np.int64]  # int64, ids of the others that the tokenizer has
     starts: Bools | None = None  # bool [V], tokens that begin a word, where whole words are chosen; None: tokens are
-    max_ngram: int = 1  # Most units in a row that are chosen together
+    max_ngram: int = 1  # most units in a row that are chosen together
 
     def apply(
         self, tokens: NDArray[np.int64], begins: Bools | None, rng: np.random.Generator

@@ -42,7 +42,7 @@ class Layout:
     token_types: NDArray[np.int64]  # int64 [n]
     documents: NDArray[np.int64]  # int64 [n]
     begins: Bools | None  # bool [n], where a sentence begins; None where nobody asks
-    label: int = NO_LABEL  # Of the sentence task, -1 without one
+    label: int = NO_LABEL  # of the sentence task, -1 without one
 
 
 def joined(
@@ -62,22 +62,22 @@ def joined(
 class Shape:
     """What the samples of a run have in common."""
 
-    seq_length: int  # Tokens of a sample, special ones and padding included
-    special: SpecialTokens  # The tokens it is put together with
-    short_seq_prob: float  # Share of the samples that are cut to a random length
-    mark_sentences: bool  # Whether a layout says where sentences begin
-    vocab_size: int  # Size of the vocabulary, checked in every sample
+    seq_length: int  # tokens of a sample, special ones and padding included
+    special: SpecialTokens
+    short_seq_prob: float  # share of the samples that are cut to a random length
+    mark_sentences: bool  # whether a layout says where sentences begin
+    vocab_size: int  # size of the vocabulary, checked in every sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """The part of a dataset that samples are made of, and how many are needed."""
 
-    indexed: IndexedDataset  # The opened .bin/.idx
-    documents: range  # The documents to use
-    num_samples: int  # Samples that will be asked for; epochs are added as needed
-    seed: int  # Seed of the order
-    cache_dir: Path | None = None  # Directory of the index cache; None keeps the indices in memory
+    indexed: IndexedDataset
+    documents: range
+    num_samples: int  # samples that will be asked for; epochs are added as needed
+    seed: int
+    cache_dir: Path | None = None  # directory of the index cache; None keeps the indices in memory
 
     def cached(
         self, description: dict[str, object], build: Callable[[], Arrays], *, of_documents: bool = True

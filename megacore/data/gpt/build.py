@@ -132,9 +132,9 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
 class Part(NamedTuple):
     """A dataset's documents that belong to a split."""
 
-    indexed: IndexedDataset  # The opened dataset
-    documents: range  # Those of the split
-    number: int  # The dataset's position in --data-path
+    indexed: IndexedDataset
+    documents: range  # those of the split
+    number: int  # the dataset's position in --data-path
     stream: int  # 0 for training, 1 for validation
 
 

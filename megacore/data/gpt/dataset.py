@@ -37,9 +37,9 @@ _SAMPLES = 1  # this use of an epoch's random numbers; 0 is the order of the doc
 class Extent:
     """How much of the endless stream a number of samples needs."""
 
-    epochs: int  # Epochs whose windows are used
+    epochs: int  # epochs whose windows are used
     windows: int  # Windows, of all those epochs, that samples may be
-    passes: int  # Times the documents are laid out; one more than `epochs` if the last window runs over
+    passes: int  # times the documents are laid out; one more than `epochs` if the last window runs over
 
 
 def extent(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Extent:
@@ -103,16 +103,16 @@ class SplitSamples:
 
     # The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
     indexed: IndexedDataset = field(kw_only=False)
-    documents: range = field(kw_only=False)  # The documents to use
-    num_samples: int  # Samples that will be asked for; epochs are added as needed
-    seq_length: int  # Tokens of a sample
-    seed: int  # Seed of the order
-    cache_dir: Path | None = None  # Directory of the index cache; None keeps the indices in memory
-    # Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`)
+    documents: range = field(kw_only=False)
+    num_samples: int  # samples that will be asked for; epochs are added as needed
+    seq_length: int  # tokens of a sample
+    seed: int  # seed of the order
+    cache_dir: Path | None = None  # directory of the index cache; None keeps the indices in memory
+    # Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`).
     eod: int | None = None
-    vocab_size: int | None = None  # Size of the vocabulary, checked in every sample; None checks nothing
-    boundaries: bool = False  # Whether samples tell `documents` and `positions`
-    fill_in: FillInTheMiddle | None = None  # Puts the middle of documents last; None leaves them as they are
+    vocab_size: int | None = None  # size of the vocabulary, checked in every sample; None checks nothing
+    boundaries: bool = False  # whether samples tell `documents` and `positions`
+    fill_in: FillInTheMiddle | None = None  # puts the middle of documents last; None leaves them as they are
 
     def __post_init__(self) -> None:
         self._mask = open_loss_mask(self.indexed)
@@ -139,7 +139,7 @@ class GPTDataset(SplitSamples):
     """Windows of the stream of documents. With `eod`, the loss leaves out the last token of each document too. Raises
     DataError where the documents hold no tokens, or the loss mask belongs to another dataset."""
 
-    order: Literal["megacore", "megatron"] = "megacore"  # Whose order of samples
+    order: Literal["megacore", "megatron"] = "megacore"  # whose order of samples
 
     def __post_init__(self) -> None:
         super().__post_init__()

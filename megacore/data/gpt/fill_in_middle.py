@@ -68,13 +68,13 @@ def sentinels_of(tokenizer: Tokenizer, names: Sequence[str | None] = (None, None
 class FillInTheMiddle:
     """Permutes the documents of samples, as a function of (seed, number, sample) only."""
 
-    rate: float  # Probability of a document to be permuted
-    spm_rate: float  # Of those, the probability of suffix-prefix-middle
-    sentinels: Sentinels  # The three tokens
-    eod: int | None  # Id of the end-of-document token, which stays at the end of its document, if there is one
-    seed: int  # Of the random numbers
-    number: int = 0  # Of the dataset among those that are blended, so that each draws its own
-    tokenizer: Tokenizer | None = None  # Cuts documents at characters; None cuts between tokens
+    rate: float  # probability of a document to be permuted
+    spm_rate: float  # of those, the probability of suffix-prefix-middle
+    sentinels: Sentinels  # the three tokens
+    eod: int | None  # id of the end-of-document token, which stays at the end of its document, if there is one
+    seed: int  # of the random numbers
+    number: int = 0  # of the dataset among those that are blended, so that each draws its own
+    tokenizer: Tokenizer | None = None  # cuts documents at characters; None cuts between tokens
 
     def window(
         self, index: int, tokens: Tokens, sizes: Sequence[int], predicted: Flags | None

@@ -123,8 +123,8 @@ class PackedDataset(SplitSamples):
     """Padded samples of whole documents. Only --packing none can fill in the middle of the document of a sample. Raises
     DataError where no document has two tokens, or the loss mask belongs to another dataset."""
 
-    mode: Whole = field(kw_only=False)  # One document per sample, cut if it is longer, or best-fit packs
-    tells_padding: bool = False  # Whether samples also tell `padding`, where they tell `documents`
+    mode: Whole = field(kw_only=False)  # one document per sample, cut if it is longer, or best-fit packs
+    tells_padding: bool = False  # whether samples also tell `padding`, where they tell `documents`
 
     def __post_init__(self) -> None:
         assert self.fill_in is None or self.mode == "none"

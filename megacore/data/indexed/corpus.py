@@ -56,10 +56,10 @@ _BOM = b"\xef\xbb\xbf"
 class Place:
     """Bytes of a file on disk."""
 
-    path: str  # Of the file, without links
-    identity: tuple[int, int]  # Device and inode of the file
-    begin: int  # Of the bytes
-    size: int  # Number of bytes
+    path: str  # of the file, without links
+    identity: tuple[int, int]  # device and inode of the file
+    begin: int  # of the bytes
+    size: int  # number of bytes
 
     def read(self) -> bytes:
         """The bytes. Raises DataError where the file was removed, replaced or cut since."""
@@ -78,14 +78,14 @@ class Place:
 class Chunk:
     """Whole documents of one file."""
 
-    source: str  # Path of the file
-    first_line: int  # Number of the first line in the file, from 1; of Parquet, of the first row
-    data: bytes  # The bytes, after decompression
-    # What a document is: a JSON object a line, or a unit of plain text
+    source: str  # path of the file
+    first_line: int  # number of the first line in the file, from 1; of Parquet, of the first row
+    data: bytes  # the bytes, after decompression
+    # What a document is: a JSON object a line, or a unit of plain text.
     unit: Literal["json", "line", "paragraph", "file"]
-    file_bytes: int  # Bytes of the file on disk that were read for this chunk
-    long: LongLine | None = None  # The one line of the chunk, instead of data, if it is long
-    place: Place | None = None  # Where the data can be read, instead of data
+    file_bytes: int  # bytes of the file on disk that were read for this chunk
+    long: LongLine | None = None  # the one line of the chunk, instead of data, if it is long
+    place: Place | None = None  # where the data can be read, instead of data
 
     @property
     def size(self) -> int:

@@ -30,8 +30,8 @@ class BadLine(NamedTuple):
 class Parsed:
     """The documents of a chunk."""
 
-    texts: tuple[list[str], ...]  # One list per key, all of the same length
-    bad: list[BadLine] = field(default_factory=list)  # Lines without a usable document, in order
+    texts: tuple[list[str], ...]  # one list per key, all of the same length
+    bad: list[BadLine] = field(default_factory=list)  # lines without a usable document, in order
 
 
 def parse(chunk: Chunk, keys: Sequence[str] = ("text",)) -> Parsed:

@@ -60,19 +60,19 @@ Ids = Sequence[int] | NDArray[np.uint32]
 class Job:
     """What to preprocess."""
 
-    inputs: tuple[str, ...]  # Text files, in the order of the output
-    output_prefix: str  # Outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences)
-    json_keys: tuple[str, ...] = ("text",)  # Keys of the JSON objects to tokenize, each into a separate output
-    append_eod: bool = False  # Whether every document ends with the tokenizer's end-of-document token
-    split_sentences: bool = False  # Whether each sentence becomes a sequence of its document
-    text_unit: TextUnit = "line"  # What a document is in plain text
-    workers: int = 1  # Processes that tokenize; 1 tokenizes in this process
-    strict: bool = False  # Whether the first bad line is an error
+    inputs: tuple[str, ...]  # text files, in the order of the output
+    output_prefix: str  # outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences)
+    json_keys: tuple[str, ...] = ("text",)  # keys of the JSON objects to tokenize, each into a separate output
+    append_eod: bool = False  # whether every document ends with the tokenizer's end-of-document token
+    split_sentences: bool = False  # whether each sentence becomes a sequence of its document
+    text_unit: TextUnit = "line"  # what a document is in plain text
+    workers: int = 1  # processes that tokenize; 1 tokenizes in this process
+    strict: bool = False  # whether the first bad line is an error
     # Whether the inputs hold conversations or prompts with completions, of which only the replies are predicted:
     # outputs are `{output_prefix}_sft_document`, and its loss mask. Bad lines are an error, reported together.
     sft: bool = False
-    deduplicate: bool = False  # Whether a document whose texts an earlier one has is left out
-    tokenizer: str | None = None  # Where the tokenizer was read from, which must not be written over
+    deduplicate: bool = False  # whether a document whose texts an earlier one has is left out
+    tokenizer: str | None = None  # where the tokenizer was read from, which must not be written over
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -95,14 +95,14 @@ class Job:
 class Report:
     """How far a run is, and what it found."""
 
-    documents: int = 0  # Documents written (for every key)
-    tokens: int = 0  # Tokens written, end-of-document tokens included, over all keys
-    text_bytes: int = 0  # Bytes of input read, after decompression
-    file_bytes: int = 0  # Bytes of the input files read, as they lie on disk
-    bad_count: int = 0  # Lines that were left out
-    bad: list[BadLine] = field(default_factory=list)  # The first of them
-    empty: int = 0  # Documents left out because they held no tokens
-    repeated: int = 0  # Documents left out because an earlier one is the same
+    documents: int = 0  # documents written (for every key)
+    tokens: int = 0  # tokens written, end-of-document tokens included, over all keys
+    text_bytes: int = 0  # bytes of input read, after decompression
+    file_bytes: int = 0  # bytes of the input files read, as they lie on disk
+    bad_count: int = 0  # lines that were left out
+    bad: list[BadLine] = field(default_factory=list)  # the first of them
+    empty: int = 0  # documents left out because they held no tokens
+    repeated: int = 0  # documents left out because an earlier one is the same
     seconds: float = 0.0
 
 

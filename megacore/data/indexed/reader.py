@@ -77,13 +77,13 @@ class IndexedDataset:
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         modes_at = documents_at + 8 * documents
-        # Int32 [S], tokens per sequence.
+        # int32 [S], tokens per sequence.
         self.sequence_lengths: NDArray[np.int32] = index[lengths_at:pointers_at].view("<i4")
-        # Int64 [S], byte offset of each sequence in .bin.
+        # int64 [S], byte offset of each sequence in .bin.
         self.sequence_pointers: NDArray[np.int64] = index[pointers_at:documents_at].view("<i8")
-        # Int64 [D], sequence index where each document starts, then S.
+        # int64 [D], sequence index where each document starts, then S.
         self.document_indices: NDArray[np.int64] = index[documents_at:modes_at].view("<i8")
-        # Int8 [S] in multimodal files, else None.
+        # int8 [S] in multimodal files, else None.
         self.sequence_modes: NDArray[np.int8] | None = index[modes_at:].view("i1") if has_modes else None
         self._check_ends(bin_size)
         self._check_sequences(bin_size)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Batch:
     """What one forward pass reads: every other field of a batch type is a tensor."""
 
-    index: int  # Global number of the microbatch in the run, the same for every layout
+    index: int  # global number of the microbatch in the run, the same for every layout
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -42,7 +42,7 @@ class Microbatch(Batch):
 class PackedMicrobatch(Microbatch):
     """Samples of several documents each."""
 
-    # Int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next number, as if
+    # int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next number, as if
     # it were a document.
     documents: torch.Tensor
     positions: torch.Tensor  # int64 [b, s], positions within the documents, from 0

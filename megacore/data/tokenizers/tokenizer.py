@@ -262,7 +262,7 @@ def _load_directory(folder: Path) -> Tokenizer:
         else:
             pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
             end = _configured_tokens(config).get("eos")
-            # Transformers may name another end of document, or add tokens: then only it gives the right ids.
+            # transformers may name another end of document, or add tokens: then only it gives the right ids.
             has_end = end is None or (tokenizer.eod is not None and pieces[tokenizer.eod] == end)
             if has_end and _added_tokens(folder) <= set(pieces):
                 return tokenizer

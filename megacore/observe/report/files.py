@@ -39,7 +39,7 @@ class Setting:
 class RunFiles:
     """A run, as its files tell it."""
 
-    directory: Path  # of the run
+    directory: Path
     steps: list[Record] = field(default_factory=list)  # records of training steps, by step
     evaluations: list[Record] = field(default_factory=list)  # records of evaluations, by step
     events: list[Record] = field(default_factory=list)  # of events.jsonl, in order
