@@ -80,7 +80,7 @@ def check_load(config: ResolvedConfig) -> None:
 def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
     """What a run takes from the checkpoint that it starts from: the shape of its model, and after `--load` the fields
     whose default may be another than when it started: the same command continues the same training, whatever the
-    version. None where there is no checkpoint, whose problems `check_load` reports."""
+    version. Empty where there is no checkpoint, whose problems `check_load` reports."""
     load = given.get("load")
     default = field_infos(TrainingConfig)["output_dir"].default
     run = (given.get("save") or given.get("output_dir", default)) if load == AUTO else load

@@ -190,11 +190,13 @@ def convert(args: Namespace) -> None:
         if given and not used:
             needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
             raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
+    # Tensors are read and freed one by one: without it the process keeps the memory of all of them.
     give_back_what_is_freed()
     if is_url(args.run) and args.source != "megacore":
         raise UserError(
             f"{args.run} is a URL, which --from {args.source} does not read: download it, and give its path"
         )
+    # The copy of a URL lies beside the output, where there must be room for as much anyway.
     with local_checkpoint(args.run, args.output.absolute().parent) as args.run, published(args.output) as temporary:
         if args.source == "megacore" and args.target not in _WITH_PROGRAM:
             _refuse_layers_of_a_program(args)
@@ -316,6 +318,7 @@ def _to_dcp(args: Namespace, temporary: Path) -> None:
     between = temporary.with_name(f"{temporary.name}-hf")
     try:
         between.mkdir()
+        # `export_dcp` reads one file.
         _to_hf(Namespace(**{**vars(args), "max_shard_size": size("1024GB")}), between)
         export_dcp(between, temporary, args.dcp_names or "torchtitan")
     finally:
@@ -358,6 +361,7 @@ def _write_megatron(model: MegatronModel, args: Namespace, temporary: Path) -> N
 
 def size(text: str) -> int:
     """A number of bytes, such as 500MB."""
+    # A bound on the digits: Python refuses to convert thousands of them with an error of its own.
     match = re.fullmatch(r"(\d{1,12})\s*([A-Z]*)", text.strip().upper())
     if match is None or match[2] not in _UNITS or int(match[1]) < 1:
         raise ArgumentTypeError(f"{text!r} is no size: use, for example, 500MB or 5GB")

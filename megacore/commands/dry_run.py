@@ -20,6 +20,7 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
     try:
         from megacore.commands.plan import plan_run
     except ModuleNotFoundError as error:
+        # Another missing module is a fault of the installation, and must show as such.
         if error.name is None or not error.name.startswith("megacore.plan"):
             raise
         message = f"{DRY_RUN} needs the planner, megacore/plan, which is not installed: install megacore whole"

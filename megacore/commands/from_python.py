@@ -91,11 +91,13 @@ def _words(settings: Mapping[str, Setting]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if name in ("help", "version", "dry_run"):
             problems.append(f"{name} is not for Python: use python pretrain_gpt.py {flag}")
+        # Before the numbers: a bool is an int to Python.
         elif isinstance(value, bool):
             words.append(flag if value or name not in all_fields() else f"--no-{flag[2:]}")
         elif isinstance(value, (list, tuple)):
             words += [flag, *map(str, value)]
         elif value is None or isinstance(value, (int, float, str, Path)):
+            # With =, so that a text that begins with a dash is no flag.
             words.append(f"{flag}={value}")
         else:
             problems.append(f"{name} is a {type(value).__name__}: give a number, a string, a bool or a list of strings")

@@ -34,10 +34,12 @@ class RangeTest(Callback):
         if math.isfinite(loss):
             self._points.append((result.lr, loss))
         losses = smoothed([loss for _, loss in self._points])
+        # Further steps tell nothing about usable rates: the weights do not recover.
         if not math.isfinite(loss) or (len(losses) > _FIRST and losses[-1] > _DIVERGED * min(losses)):
             run.request_stop(f"the loss diverges at a learning rate of {result.lr:.3g} (--lr-range-test)")
 
     def on_stop(self, run: Run, reason: str | None) -> None:
+        # A curve needs two points.
         if run.mesh.world.rank != 0 or len(self._points) < 2:
             return
         directory, rates = Path(run.config.training.output_dir), [rate for rate, _ in self._points]

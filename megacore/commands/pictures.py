@@ -35,5 +35,6 @@ def report_with_pictures(
         if not problems:
             raise
     if problems:
+        # The report may have no reader left, which must not hide the problems with the pictures.
         output_is_closed()
         raise UserError("; ".join(problems))

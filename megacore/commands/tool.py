@@ -83,6 +83,7 @@ class ToolParser(argparse.ArgumentParser):
         """The words with a run in its place that is given by its older flag."""
         for place, word in enumerate(words):
             flag, equals, value = word.partition("=")
+            # First, as argparse gives positional arguments their values in order.
             if self.run_flag is not None and flag == self.run_flag:
                 end = place + (1 if equals else 2)
                 run = value if equals else "".join(words[place + 1 : end])
@@ -111,6 +112,7 @@ class ToolParser(argparse.ArgumentParser):
         """Flags that are given twice with different values, of which argparse takes the last."""
         values: dict[str, dict[str, str]] = {}  # by destination, the flag of each value
         several = set[str]()
+        # What follows -- is no flag, however it is spelled.
         words = list(itertools.takewhile(lambda word: word != "--", words))
         for place, word in enumerate(words):
             flag, equals, text = word.partition("=")
@@ -195,6 +197,7 @@ def _terminate_like_interrupt() -> Callable[[int, FrameType | None], object] | i
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
+    # Only the main thread may set handlers; a tool that a test or a server calls elsewhere works without.
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGTERM, stop)

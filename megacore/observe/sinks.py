@@ -75,6 +75,7 @@ class MetricsFile(Sink):
         self._say, self._may_drop, self._warned, self._dropped = say, may_drop, False, 0
         output_dir.mkdir(parents=True, exist_ok=True)
         self._path, self._settings = output_dir / "metrics.jsonl", output_dir / "config.toml"
+        # Kept for a directory that is deleted during the run: records without their settings say little.
         self._settings_text = self._settings.read_bytes() if self._settings.is_file() else None
         if first_step == 0:
             set_aside(self._path)
@@ -156,6 +157,7 @@ class EventsFile(Sink):
     def take(self, event: Event) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about: dict[str, Any] = {"event": event.kind, "time": now, "step": event.step}
+        # `about` twice: its keys come first in the line, and no value of an event replaces them.
         line = json.dumps(finite({**about, **event.values, **about}), allow_nan=False, default=str)
         try:
             self._file = self._file or GrowingFile(self._path)
@@ -178,8 +180,10 @@ def keep_until(path: Path, step: int) -> None:
             f"{path} cannot be read ({error.strerror}), so this run cannot append to it: {remedy}"
         ) from None
     try:
+        # Into a new file: a run that is killed here loses none of the old records.
         with file, replacing(path, durable=False) as kept:
             for number, (line, record) in enumerate(json_lines(file), start=1):
+                # The last line of a run that was killed while it wrote.
                 if not line.endswith(b"\n"):
                     continue
                 if type(of := record and record.get("step")) is not int:

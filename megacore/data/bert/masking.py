@@ -68,6 +68,7 @@ class Masking:
         first = free.copy()  # where a unit begins
         if self.starts is not None:
             first &= self.starts[tokens] if begins is None else self.starts[tokens] | begins
+            # No unit reaches over a special token.
             first[1:] |= free[1:] & ~free[:-1]
             first[:1] = free[:1]
         begin = np.flatnonzero(first)  # of each unit

@@ -63,6 +63,7 @@ class Sidecar:
         )
 
     def to_bytes(self) -> bytes:
+        # No times and no paths in it: equal inputs give equal bytes.
         return (json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n").encode()
 
 

@@ -79,6 +79,7 @@ def read_run(directory: Path) -> RunFiles:
         raise UserError(f"{directory} has none of {', '.join(names)}: give the --output-dir of a run")
     run = RunFiles(directory=directory)
     for record in _records(directory / "metrics.jsonl", run.problems):
+        # Anyone may have written the file: a bool is no step, and a larger number fits into no array.
         if type(record.get("step")) is int and abs(record["step"]) < 1 << 63:
             is_evaluation = any(key.startswith("eval/") for key in record)
             (run.evaluations if is_evaluation else run.steps).append(record)
@@ -110,8 +111,7 @@ def _is_after(event: Record, step: int) -> bool:
 
 
 def require_readable(path: Path) -> None:
-    """Refuse what is no regular file, or too large. Raises OSError where it cannot be looked at; ValueError where why
-    it is not read."""
+    """Refuse (ValueError) what is no regular file, or too large. Raises OSError where it cannot be looked at."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("is not a regular file")
@@ -165,6 +165,7 @@ def _settings(path: Path, problems: list[str]) -> Mapping[str, Mapping[str, Any]
         return {name: table for name, table in tables.items() if isinstance(table, dict)}
     except FileNotFoundError:
         problems.append(f"{path.name} is not there")
+    # RecursionError: tables nested without end.
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
     return {}
@@ -177,6 +178,7 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
+        # Asking is locking: what is free is held until the file is closed below.
         take_lock(descriptor)
     except OSError:  # BlockingIOError: a run has it
         return True

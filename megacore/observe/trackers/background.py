@@ -48,6 +48,7 @@ class Background(Sink):
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
         self._tracker, self._run, self._say = tracker, run, say
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a tracker that hangs in the network must not keep the process when the run is over.
         self._thread = threading.Thread(target=self._work, name=f"tracker {tracker.flag}", daemon=True)
         self._started = self._failed = self._is_open = False
         self._lost = 0
@@ -57,6 +58,7 @@ class Background(Sink):
         if not self._started:  # not before the first step, in which the workers that load data are forked
             self._started = True
             self._thread.start()
+        # Dropped, not waited for: metrics.jsonl has every record, and a step must not wait for a server.
         if self._waiting.qsize() >= MOST_WAITING:
             if not self._lost:
                 self._say(f"{self._tracker.flag} is too slow: records are left out (all are in metrics.jsonl)")
@@ -74,6 +76,7 @@ class Background(Sink):
         if not self._started:
             return
         self._failed = failed
+        # Behind all that waits, so that it is written first.
         self._waiting.put(None)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():

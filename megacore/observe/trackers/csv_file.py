@@ -24,10 +24,12 @@ class CsvFile:
     def open(self, run: RunInfo) -> None:
         self._path = run.output_dir / NAME
         self._columns: list[str] = []
+        # From metrics.jsonl, which is complete: this file may be of a run without the flag, or be cut off.
         self._write_all([r for r in _records(run.output_dir / "metrics.jsonl") if r["step"] <= run.first_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
         if not record.keys() <= set(self._columns):
+            # A new column changes the header, and so every row.
             self._write_all([*self._written(), record])
             return
         self._file.append(self._rows([record]).encode())

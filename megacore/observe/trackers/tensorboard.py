@@ -41,6 +41,7 @@ class TensorBoard:
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(self._directory / name)
+        # Without this first record readers take the file for another format.
         self._write(_field(3, _BYTES, b"brain.Event:2"), 0)
         if run.first_step:
             self.rewind(run.first_step)
@@ -49,6 +50,7 @@ class TensorBoard:
         values = (
             _field(1, _BYTES, _field(1, _BYTES, key.encode()) + _field(2, _FLOAT, float(value)))
             for key, value in record.items()
+            # A bool is an int to Python, and no curve.
             if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         )
         self._write(_field(5, _BYTES, b"".join(values)), int(record["step"]))

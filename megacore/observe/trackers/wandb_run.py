@@ -68,6 +68,7 @@ def _run_id(run: RunInfo) -> str:
     path: Path = run.output_dir / ID_FILE
     if run.first_step and path.is_file() and os.path.getsize(path) <= 64:
         kept = path.read_text(encoding="utf-8", errors="replace").strip()
+        # The file may be anybody's, and the id becomes part of paths and URLs.
         if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
             return kept
     new = secrets.token_hex(4)
