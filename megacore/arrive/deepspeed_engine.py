@@ -146,6 +146,7 @@ class Engine:
         self.pipeline = PipelineEngine(
             layers,
             loss=loss or F.mse_loss,
+            # The program decides when it ends.
             train_iters=LARGEST_INT,
             num_microbatches=settings.accumulation,
             parallel=settings.parallel,
@@ -190,6 +191,7 @@ class Engine:
         self._require_module("forward")
         steps, data_parallel = self.pipeline.train_steps, self.pipeline.model.data_parallel
         readers = self.mesh.batch
+        # Dropout masks follow the microbatch's number in the run, whatever the layout.
         steps.task.streams.microbatch = self.micro_steps * readers.size + readers.rank
         convert = self.pipeline.task.in_training_format
         data_parallel.hold_parameters(0, all_weights=True)
@@ -230,6 +232,7 @@ class Engine:
     def _finish(self, result: StepResult) -> None:
         self._last = result
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn that it was not
+        # As in DeepSpeed, a step that is skipped does not advance the schedule.
         if result.skipped is None and self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
             self.lr_scheduler.step()
         self._set_rate()
@@ -467,6 +470,7 @@ def _again_and_again(loader: DataLoader[Any]) -> Iterator[Any]:
     epoch = 0
     while True:
         if isinstance(loader.sampler, DistributedSampler):
+            # Else torch's sampler gives every epoch the same order.
             loader.sampler.set_epoch(epoch)
         yield from _some(loader)
         epoch += 1

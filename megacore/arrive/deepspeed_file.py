@@ -44,6 +44,7 @@ def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -
     try:
         if problem := unreadable(source):
             return DeepSpeedKeys(problems=[f"{_FLAG} {source} {problem}: use an existing JSON file"], unread=every)
+        # Some editors begin a file with a byte-order mark, and json takes the last of repeated keys without a word.
         document = json.loads(Path(source).read_bytes().decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except OSError as error:
         text = f"{_FLAG} {source} cannot be read: {error.strerror}: use an existing JSON file"

@@ -59,6 +59,7 @@ class Layer:
     def build(self, seed: int) -> nn.Module:
         """The module on the CPU, with values that depend on the seed and the layer's name only. Raises UserError where
         what was made is no nn.Module."""
+        # On the CPU, as each kind of accelerator draws other numbers from the same seed.
         with seeded(stable_hash(seed, self.name)), torch.device("cpu"):
             return self._checked(self._make())
 
@@ -79,6 +80,7 @@ class Layer:
         """The module, whose tensors have no values, if its constructor can do without them. Raises UserError where what
         was made is no nn.Module."""
         try:
+            # Seeded, so that what the constructor draws does not move the program's own generator.
             with seeded(0), torch.device("meta"):
                 return self._checked(self._make())
         except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
@@ -163,6 +165,7 @@ def take_values_of_first_rank(module: nn.Module, mesh: Mesh) -> None:
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, Tensor):
             value = tensor.detach().to(mesh.device, copy=True)
+            # A sum in which all ranks but one have zeros, in types that every backend adds.
             wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
             if not value.is_floating_point():
                 wide = value.to(torch.int64)

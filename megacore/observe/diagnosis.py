@@ -188,9 +188,11 @@ class _Case:
         if culprit is None:
             text = "each gradient is finite: their sum overflowed"
             return Diagnosis(cause="overflow", lines=(text, *remarks), suspects_weights=bool(remarks))
+        # By halves: a few steps find the microbatch, where one at a time would take a step for each.
         while len(numbers) > 1:
             half = numbers[: len(numbers) // 2]
             numbers = half if self._backward(half).culprit is not None else numbers[len(numbers) // 2 :]
+        # Once more by itself: gradients of one half may each be finite, and their sum not.
         (number,), culprit = numbers, self._backward(numbers).culprit
         if culprit is None:
             text = "the gradient of no microbatch alone is not finite: a sum of them overflowed"
@@ -198,6 +200,7 @@ class _Case:
         replica = self._replicas[culprit.rank]
         which = next(each for each in self._everyone if (each.replica, each.number) == (replica, number))
         lines = (f"first in the backward of {self._describe(which)}: the gradient of {culprit}", *remarks)
+        # In fp16 scaled gradients overflow at 65,504, which is no sign of bad data.
         if remarks or self._steps.config.precision.precision == "fp16":
             return Diagnosis(cause="overflow", lines=lines, suspects_weights=bool(remarks))
         others = [each for each in range(len(self._microbatches)) if each != number]

@@ -95,6 +95,7 @@ class Tracer(Callback):
         microbatches: int,
     ) -> None:
         last = config.training.train_iters
+        # Not the first step after this start, which allocates memory and looks like no other.
         first = min(first_step + 2, last)
         self.steps = range(first, min(first + config.logging.traced_steps, last + 1))
         self.path = Path(config.training.output_dir) / "trace.json"
