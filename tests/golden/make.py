@@ -169,8 +169,12 @@ def compare(base: str, only: str, workers: int) -> int:
     with tempfile.TemporaryDirectory(prefix="golden-base-") as name:
         tree = Path(name, "tree")
         subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", ROOT, tree], check=True)
-        if subprocess.run(["git", "-C", tree, "checkout", "-q", base, "--"], check=False).returncode:
-            raise ValueError(f"--base {base} is no revision of this repository")
+        git = ["git", "-C", str(tree)]
+        revision = [*git, "rev-parse", "-q", "--verify", "--end-of-options", f"{base}^{{commit}}"]
+        found = subprocess.run(revision, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+        if not found:
+            raise ValueError(f"--base {base} is no revision of this repository: use HEAD~1, or one of git log")
+        subprocess.run([*git, "checkout", "-q", found], check=True)
         old, new = (collect(place, keys, workers) for place in (tree, ROOT))
     count = 0
     for collection, outcomes in new.items():
@@ -188,17 +192,15 @@ def compare(base: str, only: str, workers: int) -> int:
 
 
 def portable(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Without what the machine decides: the values of tensors, and words that name its free memory. Of a
-    configuration, only what differs from that of its script's plain line stays."""
+    """Without what the machine decides, the values of tensors. Of a configuration, only what differs from that of its
+    script's plain line stays; of these lines, everything."""
     plain = {key: outcomes[key]["fields"] for key in map(plain_line, SCRIPTS) if key in outcomes}
     found = {}
     for key, outcome in outcomes.items():
         found[key] = dict(outcome)
         if "tensors" in outcome:
             found[key]["tensors"] = {name: text.rsplit(" ", 1)[0] for name, text in outcome["tensors"].items()}
-        if "MemAvailable" in outcome.get("says", ""):
-            del found[key]["says"]
-        if "fields" in outcome:
+        if "fields" in outcome and key not in map(plain_line, SCRIPTS):
             first = plain[plain_line(json.loads(key)["script"])]
             found[key]["fields"] = {k: v for k, v in outcome["fields"].items() if k not in first or first[k] != v}
     return found
