@@ -23,6 +23,8 @@ from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.observe.replay import Replay
+from megacore.ops.fp8 import Quantised, quantise
+from megacore.parallel import fp8
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh
@@ -305,6 +307,26 @@ def test_a_rank_that_computes_otherwise_once_is_named(trials: Sequence[int], tmp
         assert re.search(named, said), (seed, odd, said)
         if said.startswith("(1, 1, 4)"):  # other replicas have computed their own microbatches
             assert said.count("\n  rank ") == 1, said
+
+
+def test_a_weight_that_was_quantised_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step keeps of it is no witness."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
+    given: dict[str, Any] = {"precision": "bf16", "fp8": "tensorwise", "replay_interval": 1, "train_iters": 1, **sizes}
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **given), Mesh(device=torch.device("cpu")))
+    weights = {parameter.data_ptr() for parameter in trainer.model.chunks[0].parameters()}
+
+    def once_wrong(x: Tensor, *form: Any) -> Quantised:
+        made = quantise(x, *form)
+        if x.data_ptr() in weights:
+            weights.clear()
+            made.scales.mul_(2.0)
+        return made
+
+    monkeypatch.setattr(fp8, "quantise", once_wrong)
+    with pytest.raises(SilentCorruption, match="a microbatch that was computed again gave other numbers"):
+        trainer.train_step(next(trainer.batches))
+    assert not weights
 
 
 def launched(rank: int, world_size: int, directory: str) -> int:

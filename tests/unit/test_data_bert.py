@@ -494,6 +494,13 @@ def test_rates_are_those_asked_for(way: dict[str, Any], prob: float, length: int
     assert within(count["kept"], count["chosen"], 0.1 + 0.1 / (SMALL_VOCAB - 5))
 
 
+def test_every_ordinary_token_may_replace_another() -> None:
+    rng = np.random.default_rng(1)
+    rules = Masking(prob=0.5, mask=MASK_ID, special=SPECIAL, ordinary=np.array([5, 6, 7]))
+    seen = {token for _ in range(50) for token in rules.apply(np.full(40, 9), None, rng)[0].tolist()}
+    assert seen == {MASK_ID, 9, 5, 6, 7}
+
+
 def test_every_position_is_chosen_equally_often() -> None:
     rng, tokens = np.random.default_rng(1), np.arange(5, 55)
     times = np.sum([masking(0.2).choose(tokens, None, rng) for _ in range(4000)], axis=0)

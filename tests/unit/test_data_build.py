@@ -18,6 +18,7 @@ from megacore.data.gpt.blend import BlendedDataset, NamedSets
 from megacore.data.gpt.build import InputErrors, build_datasets, check_inputs, split_documents, vocabulary_size
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.fill_in_middle import KNOWN_SENTINELS, FillInTheMiddle, Sentinels, sentinels_of
+from megacore.data.gpt.packing import Packing, mixed_packing
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.sidecar import loss_mask_prefix
@@ -100,6 +101,14 @@ def test_documents_are_packed_within_their_split_and_blend(packing: Any, tmp_pat
     }
     assert made.train.packing is not None and made.train.packing.documents == 32
     assert ("documents" in made.train[0]) == (packing == "best-fit")
+
+
+def test_a_blend_packs_as_well_as_what_is_drawn_of_its_datasets() -> None:
+    one, other = (
+        Packing(documents=5, samples=n, padding=share, longer=1, cut=share / 2) for n, share in ((4, 0.1), (9, 0.5))
+    )
+    both = Packing(documents=10, samples=13, padding=pytest.approx(0.2), longer=2, cut=pytest.approx(0.1))
+    assert mixed_packing([(one, 3), (other, 1)]) == both
 
 
 @pytest.mark.parametrize("packing", ["none", "best-fit"])

@@ -96,7 +96,9 @@ def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) ->
 
 
 def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate for each step, also of a ramp of the batch."""
     changes: dict[str, Any] = {"lr_range_test": True, "lr_range_test_start": 1e-4, "lr": 10.0, "num_layers": 1}
+    changes["rampup_batch_size"] = ("4", "4", "8")
     config = make_config((1, 1, 1), tmp_path, **changes, lr_warmup_iters=0, train_iters=60)
     train(config, Mesh(device=torch.device("cpu")))  # as the entry point does
     rows = (tmp_path / TABLE).read_text(encoding="utf-8").splitlines()[1:]
