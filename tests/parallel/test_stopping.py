@@ -44,7 +44,7 @@ from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parallel.test_checkpoint import stored
 from tests.parity.runs import BATCH, Heard, RaggedData, make_config, make_trainer
-from tests.patience import patience
+from tests.patience import patience, scaled
 from tests.unit.packaging_builds import ROOT
 
 ALONE_MESH = Mesh(device=torch.device("cpu"))
@@ -440,7 +440,7 @@ def slowly(
     path: Location, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
 ) -> FileEntry:
     """Writes the first shard while the next step fails."""
-    FAILS.wait(1.0)
+    FAILS.wait(scaled(1.0))
     FAILS.set()
     return storage.write_tensors(path, tensors, on_written)
 
