@@ -36,6 +36,7 @@ _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
     *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
 )
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "pretrained_checkpoint")
 _OF_SCHEDULE = ("--lr", "--min-lr", "--decoupled-", "--weight-decay")
 _RESETS = ("reset_position_ids", "reset_attention_mask")
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
@@ -50,7 +51,13 @@ def check_load(config: ResolvedConfig) -> None:
             directory = find_checkpoint(location(source))
         except CheckpointError as error:
             raise CheckpointError(f"--pretrained-checkpoint {error}") from error
-        _check_model(config, f"--pretrained-checkpoint {source}", directory, read_manifest(directory))
+        manifest = read_manifest(directory)
+        if manifest.settings.get("lora_rank") is not None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {source}: {directory} has adapters, and not the weights of the model: use "
+                "--load, or merge it with tools/convert_checkpoint.py --merge first"
+            )
+        _check_model(config, f"--pretrained-checkpoint {source}", directory, manifest)
     if load is None:
         return
     run = location(config.checkpoint_dir if load == AUTO else load)
@@ -88,14 +95,17 @@ def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
     if manifest is None:
         source = _newest(given.get("pretrained_checkpoint"))
         return {} if source is None else _shape_of(source, given)
-    shape = _shape_of(manifest, given)
-    if manifest.updates == 0:  # converted, not trained here
-        return shape
+    shape, has_adapters = _shape_of(manifest, given), manifest.settings.get("lora_rank") is not None
+    names = _OF_ADAPTERS if has_adapters else ()
+    if manifest.updates > 0:  # trained here, not converted
+        names = (*names, *_CONTINUED)
     infos = {name: info for section in SECTIONS.values() for name, info in field_infos(section).items()}
-    there = {name: manifest.settings.get(name) for name in _CONTINUED}
+    there = {name: manifest.settings.get(name) for name in names}
     kept = {name: value for name, value in there.items() if type(value) is infos[name].kind}
     if "min_lr" in kept and "lr" in given and given["lr"] != manifest.settings.get("lr"):
         del kept["min_lr"]  # it belongs to the other learning rate
+    if "init_from_hf" in given:
+        kept.pop("pretrained_checkpoint", None)
     return shape | kept
 
 
@@ -141,6 +151,12 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
         raise CheckpointError(
             f"{load}: the manifest of {directory} does not say which model and optimizer it is "
             "of: it is damaged: use another step's directory"
+        )
+    if (rank := manifest.settings.get("lora_rank")) != config.lora.lora_rank:
+        ways = "use --pretrained-checkpoint with it, or leave --lora-rank out" if rank is None else f"use {rank}"
+        raise CheckpointError(
+            f"{load}: {directory} has {'no adapters' if rank is None else f'adapters of rank {rank}'}, and --lora-rank "
+            f"is {config.lora.lora_rank}: {ways}"
         )
     has_state = manifest.updates > 0  # a converted checkpoint has none
     loads_state = config.start.load_optim and not config.training.skip_train

@@ -157,21 +157,48 @@ def load_parameters(
 ) -> Manifest:
     """Fill only parameters, in place, and `buffers` that the checkpoint has, by global name; else as `load_checkpoint`.
     `path`: a checkpoint, or a run's output directory."""
-    parameters = list(parameters)
-    directory = find_checkpoint(path)
-    manifest = read_manifest(directory)
-    _require_same_model(manifest, parameters, directory)
-    if problem := verified_together(directory, manifest, ALONE, kinds=[MODEL, BUFFERS]):
-        raise CheckpointError(problem)
-    reader = Reader(directory, manifest)
-    for parameter in parameters:
-        # Padding is not stored, and is 0.
-        parameter.zero_()
-        parameter.spec.unpadded(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
-    buffers = buffers or {}
-    for name in buffers.keys() & manifest.tensors.get(BUFFERS, {}).keys():
-        buffers[name].copy_(reader.read(BUFFERS, name, tuple((0, size) for size in buffers[name].shape)))
-    return manifest
+    weights = WeightsOfCheckpoint(path, ALONE)
+    weights.fill(parameters)
+    weights.fill_buffers(buffers or {})
+    return weights.manifest
+
+
+class WeightsOfCheckpoint:
+    """Weights of a checkpoint, for parameters that are about to be used (`megacore.models.initialize.InitialWeights`).
+
+    Args:
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is read.
+        world: the ranks that read it together, and share the checking of its files.
+
+    Attributes:
+        manifest: of the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, on every rank.
+    """
+
+    def __init__(self, path: Location, world: Group) -> None:
+        self._directory, self.manifest = read_together(path, world)
+        if problem := verified_together(self._directory, self.manifest, world, kinds=[MODEL, BUFFERS]):
+            raise CheckpointError(problem)
+        self._reader = Reader(self._directory, self.manifest)
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        parameters = list(parameters)
+        _require_same_model(self.manifest, parameters, self._directory)
+        for parameter in parameters:
+            # Padding is not stored, and is 0.
+            parameter.zero_()
+            values = self._reader.read(MODEL, parameter.spec.name, parameter.spec.slices)
+            parameter.spec.unpadded(parameter).copy_(values)
+
+    def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what is no parameter its values, in place, by global name, where the checkpoint has them."""
+        for name in buffers.keys() & self.manifest.tensors.get(BUFFERS, {}).keys():
+            wanted = tuple((0, size) for size in buffers[name].shape)
+            buffers[name].copy_(self._reader.read(BUFFERS, name, wanted))
 
 
 def _require_same_model(manifest: Manifest, parameters: Iterable[ShardedParameter], directory: Location) -> None:

@@ -24,10 +24,10 @@ from megacore.checkpoint.directory import (
     step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, open_regular
-from megacore.config import Config, ExpertsConfig, ResolvedModel
+from megacore.config import Config, ExpertsConfig, LoraConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
-from megacore.remote import L, Location
+from megacore.remote import L, Location, location
 from megacore.safe_json import parse_json
 
 S = TypeVar("S", bound=Section)
@@ -446,6 +446,32 @@ def trained_model(manifest: Manifest, directory: Location) -> ResolvedModel:
         return model
     experts = section_of(manifest, directory, "experts", ExpertsConfig)
     return replace(model, experts=experts.resolve(model.ffn_hidden_size))
+
+
+def adapters_of(manifest: Manifest, directory: Location) -> LoraConfig:
+    """The section of a checkpoint's adapters, without a rank where it has none; arguments and errors as for
+    `section_of`."""
+    return section_of(manifest, directory, "lora", LoraConfig) if "lora" in manifest.config else LoraConfig()
+
+
+def base_of(manifest: Manifest, directory: Location, given: Path | None = None) -> Location:
+    """The checkpoint of the weights that adapters were trained beside.
+
+    Args:
+        manifest: of the adapters.
+        directory: their checkpoint, for the message.
+        given: where it is; None: where the run found it.
+
+    Raises:
+        CheckpointError: it is not there, or the run had the weights from a directory of transformers.
+    """
+    source = str(given) if given is not None else manifest.settings.get("pretrained_checkpoint")
+    if not isinstance(source, str):
+        raise CheckpointError(
+            f"{directory} has adapters, trained beside weights that are no checkpoint of megacore: convert these with "
+            "tools/convert_checkpoint.py --from hf --to megacore, and then merge both with --merge --base DIR"
+        )
+    return find_checkpoint(location(source))
 
 
 def section_of(manifest: Manifest, directory: Location, name: str, kind: type[S]) -> S:

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest
+from megacore.checkpoint.manifest import base_of, find_checkpoint, read_manifest
 from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
-from megacore.convert.check import Agreement, check_tokens, compare, compare_checkpoints, not_crossed
+from megacore.convert.check import Agreement, check_tokens, compare, compare_adapted, compare_checkpoints, not_crossed
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import MegatronModel, describe, merge, open_megatron, write_megatron
+from megacore.convert.peft import family_for, require_same_adapters, write_adapters, write_merged, write_peft
 from megacore.convert.publish import published
 from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
@@ -52,15 +53,15 @@ def parser() -> ToolParser:
         "--from",
         dest="source",
         required=True,
-        choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp"),
+        choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp", "peft"),
         help="format of the input. megatron: Megatron-LM's torch format or torch_dist. dcp: "
-        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint. peft: adapters",
     )
     add(
         "--to",
         dest="target",
         required=True,
-        choices=("hf", "megacore", "dcp", *_OF_MEGATRON),
+        choices=("hf", "megacore", "dcp", "peft", *_OF_MEGATRON),
         help="format of the output",
     )
     made.add_run("--input", help="run or directory to read; with --from megacore also a URL")
@@ -102,6 +103,18 @@ def parser() -> ToolParser:
         type=positive,
         metavar="K",
         help="experts that each token of this mixture uses. Default: 2.",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="adds adapters of --lora-rank to the weights that they were trained beside, with --from megacore "
+        "--to megacore",
+    )
+    add(
+        "--base",
+        type=local_path,
+        metavar="DIR",
+        help="checkpoint that adapters belong to, for --merge and --from peft. Default: where their run found it.",
     )
     add(
         "--like",
@@ -162,21 +175,30 @@ def convert(args: Namespace) -> None:
         ("megacore", "dcp"): _to_dcp,
         ("megacore", "megatron"): _to_megatron,
         ("megacore", "torch_dist"): _to_megatron,
+        ("megacore", "peft"): _to_peft,
+        ("peft", "megacore"): _from_peft,
     }
-    if args.upcycle is not None:
-        ways = {("megacore", "megacore"): _upcycle}
+    if args.upcycle is not None or args.merge:
+        ways = {("megacore", "megacore"): _merge if args.merge else _upcycle}
     way = ways.get((args.source, args.target))
     if way is None:
         what = "is no conversion that there is" if args.upcycle is None else f"cannot have --upcycle {args.upcycle}"
-        more = ", or add --upcycle" if args.source == args.target == "megacore" else ""
+        what = "cannot have --merge" if args.merge else what
+        more = ", or add --upcycle or --merge" if args.source == args.target == "megacore" else ""
         raise UserError(
             f"--from {args.source} --to {args.target} {what}: "
             f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}{more}"
         )
     for flag, given, used in (
-        ("--dtype", args.dtype != "keep", args.target != "megacore"),
-        ("--like", args.like is not None, args.target in ("hf", "dcp") or args.source in ("deepspeed", "dcp")),
-        ("--ema", args.ema, args.target != "megacore"),
+        ("--dtype", args.dtype != "keep", args.target not in ("megacore", "peft")),
+        (
+            "--like",
+            args.like is not None,
+            args.target in ("hf", "dcp", "peft") or args.source in ("deepspeed", "dcp", "peft"),
+        ),
+        ("--base", args.base is not None, args.merge or args.source == "peft"),
+        ("--upcycle", args.upcycle is not None, not args.merge),
+        ("--ema", args.ema, args.target not in ("megacore", "peft")),
         ("--program", args.program is not None, args.source == "megacore" and args.target in _WITH_PROGRAM),
         ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
         ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
@@ -200,6 +222,8 @@ def convert(args: Namespace) -> None:
     with local_checkpoint(args.run, args.output.absolute().parent) as args.run, published(args.output) as temporary:
         if args.source == "megacore" and args.target not in _WITH_PROGRAM:
             _refuse_layers_of_a_program(args)
+        if args.source == "megacore" and args.target != "peft" and not args.merge:
+            _refuse_adapters(args)
         way(args, temporary)
     print(f"published {args.output}")
 
@@ -211,6 +235,45 @@ def _refuse_layers_of_a_program(args: Namespace) -> None:
             f"{directory} was trained by a program that describes its own layers: use --to {one_of(_WITH_PROGRAM)} "
             f"instead of {args.target}, with --program FILE.py"
         )
+
+
+def _refuse_adapters(args: Namespace) -> None:
+    directory = find_checkpoint(args.run)
+    if read_manifest(directory).settings.get("lora_rank") is not None:
+        raise UserError(
+            f"{directory} has adapters, and not the weights of the model: use --to peft, or make a checkpoint of both "
+            "with --to megacore --merge first"
+        )
+
+
+def _merge(args: Namespace, temporary: Path) -> None:
+    adapters = CheckpointTensors(args.run)
+    base = CheckpointTensors(Path(str(base_of(adapters.manifest, adapters.directory, args.base))))
+    write_merged(adapters, base, temporary, most_bytes=args.max_shard_size)
+    print(f"{adapters.directory}: merged into {base.directory}")
+    tokens = check_tokens(base.config, base.directory / TOKENIZER_DIRECTORY, args.check_tokens)
+    agreement = compare_adapted(adapters, base, temporary, tokens)
+    _report(agreement, not_crossed(base.config, tokens))
+    agreement.require(args.tolerance)
+
+
+def _to_peft(args: Namespace, temporary: Path) -> None:
+    tensors = CheckpointTensors(args.run)
+    found = tensors.manifest.settings.get("pretrained_checkpoint")
+    family = family_for(tensors.config, Path(str(found)), args.like)
+    write_peft(tensors, family, temporary, like=args.like)
+    print(f"{tensors.directory}: {len(tensors.shapes)} tensors of adapters, of a {family.model_type}")
+    print(f"read back, what they add is the same to {require_same_adapters(temporary, tensors, family):.1e}")
+
+
+def _from_peft(args: Namespace, temporary: Path) -> None:
+    if args.base is None:
+        raise UserError("--from peft needs --base DIR, the checkpoint of megacore that the adapters are of")
+    base = CheckpointTensors(args.base)
+    write_adapters(
+        args.run, base, family_for(base.config, base.directory, args.like), temporary, most_bytes=args.max_shard_size
+    )
+    print(f"{args.run}: adapters of {base.directory}")
 
 
 def _from_hf(args: Namespace, temporary: Path) -> None:

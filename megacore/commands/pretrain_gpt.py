@@ -14,6 +14,7 @@ from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fi
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
+from megacore.remote import location
 from megacore.train.planning import check_memory
 
 if TYPE_CHECKING:
@@ -64,14 +65,22 @@ def trainer_of(
 ) -> Trainer:
     """Supply what GPT pretraining consists of, a task and data. `products`: computes the matrix products of linear
     layers; None: torch does. `layers`: describes the model; None: `gpt_layers` does."""
+    from megacore.checkpoint.load import WeightsOfCheckpoint
     from megacore.commands.lr_range import range_test
     from megacore.models.gpt import gpt_layers
+    from megacore.models.initialize import BesideAdapters, InitialWeights, RandomWeights
     from megacore.parallel.products import TORCH
     from megacore.train.gpt_task import GPTTask
     from megacore.train.trainer import Trainer
 
     source, ignored = config.checkpoint.init_from_hf, ignored_fields(config.checkpoint.ignore_config_field)
-    weights = None if source is None else WeightsFromHF(Path(source), ignored)
+    weights: InitialWeights | None = None if source is None else WeightsFromHF(Path(source), ignored)
+    if config.lora.lora_rank is not None:
+        base = config.start.pretrained_checkpoint
+        weights = BesideAdapters(
+            weights or WeightsOfCheckpoint(location(str(base)), mesh.world),
+            RandomWeights(config.model, seed=config.training.seed),
+        )
     task = GPTTask(config, mesh, weights=weights, products=products or TORCH, layers=layers or gpt_layers)
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
     return Trainer(config, mesh, task, train_data, valid_data, callbacks=[*range_test(config), *callbacks])

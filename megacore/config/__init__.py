@@ -10,6 +10,7 @@ from megacore.config.checkpoint import CheckpointConfig
 from megacore.config.data import DataConfig
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.logging import LoggingConfig
+from megacore.config.lora import LoraConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
@@ -48,6 +49,7 @@ __all__ = [
     "LambConfig",
     "LionConfig",
     "LoggingConfig",
+    "LoraConfig",
     "ModelConfig",
     "MuonConfig",
     "MupConfig",

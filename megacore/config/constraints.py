@@ -11,6 +11,7 @@ from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_de
 from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import field_of_optimizer
 from megacore.config.fp8 import FP8_RULES
+from megacore.config.lora import LORA_RULES
 from megacore.config.messages import counted, divisors, number, one_of
 from megacore.config.mup import MUP_OPTIMIZERS
 from megacore.config.optimizers import OPTIMIZERS
@@ -567,9 +568,9 @@ DATA_RULES: Sequence[Rule] = (
     Excludes(
         "valid_sets eval_interval=0", "--valid-sets has no effect with --eval-interval 0, which turns evaluation off"
     ),
-    Excludes("init_from_hf load load!=auto"),
+    Excludes("init_from_hf load load!=auto lora_rank=None"),
     Excludes(
-        "pretrained_checkpoint load load!=auto",
+        "pretrained_checkpoint load load!=auto lora_rank=None",
         "{0} and {1} exclude each other",
         "use --load auto, which continues this run where it has a checkpoint",
         "leave one of them out",
@@ -685,6 +686,7 @@ RULES: Sequence[Rule] = (
     *EXPERT_RULES,
     *REPRODUCIBLE_RULES,
     *FP8_RULES,
+    *LORA_RULES,
     *COMPRESSION_RULES,
     *LAYOUT_RULES,
     *BATCH_RULES,

@@ -19,6 +19,7 @@ from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, 
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos
 from megacore.config.logging import LoggingConfig
+from megacore.config.lora import LoraConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
@@ -70,6 +71,7 @@ class Config:
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     mup: MupConfig = field(default_factory=MupConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     training: TrainingConfig
     rampup: RampupConfig = field(default_factory=RampupConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from megacore.checkpoint.manifest import adapters_of
 from megacore.checkpoint.tensor_file import read_rows
 from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import ResolvedModel
@@ -25,8 +26,10 @@ from megacore.convert.from_hf import HFModel, open_model
 from megacore.convert.hf_directory import carried_tokenizer
 from megacore.convert.plan import model_layers
 from megacore.errors import CheckpointError, DataError, UserError
+from megacore.layers.context import BuildContext
+from megacore.layers.lora import is_adapter
 from megacore.models.gpt import gpt_layers
-from megacore.models.spec import DescribesLayers
+from megacore.models.spec import DescribesLayers, LayerSpec, with_adapters
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import Stage
 
@@ -90,6 +93,17 @@ def compare_checkpoints(one: Path, other: Path, tokens: Tensor) -> Agreement:
     """The same of two checkpoints of megacore, of which the second is the new one."""
     first, second = (our_logits(CheckpointTensors(path), tokens, None) for path in (one, other))
     return _agreement(first, second, tokens)
+
+
+def compare_adapted(adapters: CheckpointTensors, base: CheckpointTensors, merged: Path, tokens: Tensor) -> Agreement:
+    """The same of a checkpoint with adapters beside it, and of one into which they were merged."""
+    lora = adapters_of(adapters.manifest, adapters.directory)
+
+    def layers(model: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
+        return with_adapters(gpt_layers(model, context), lora, model, context)
+
+    apart = our_logits(base, tokens, None, layers, adapters=adapters)
+    return _agreement(apart, our_logits(CheckpointTensors(merged), tokens, None), tokens)
 
 
 def _agreement(theirs: list[Tensor], ours: list[Tensor], tokens: Tensor) -> Agreement:
@@ -169,7 +183,12 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def our_logits(
-    tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None, layers: DescribesLayers = gpt_layers
+    tensors: CheckpointTensors,
+    tokens: Tensor,
+    rounded: torch.dtype | None,
+    layers: DescribesLayers = gpt_layers,
+    *,
+    adapters: CheckpointTensors | None = None,
 ) -> list[Tensor]:
     """Logits [s, vocabulary] of a checkpoint's model in fp32 on tokens [1, s], and [classes] of a sentence task.
     `rounded`: the type that weights are rounded to before; None: as they are."""
@@ -179,7 +198,8 @@ def our_logits(
 
     def read(_: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
         assert isinstance(parameter, ShardedParameter)
-        return tensors.read_rows(parameter.spec.name, start, stop, rounded or torch.float32).float()
+        source = adapters if adapters is not None and is_adapter(parameter.spec.name) else tensors
+        return source.read_rows(parameter.spec.name, start, stop, rounded or torch.float32).float()
 
     _stream(stage, read)
     for name, layer in zip(stage.names, stage.layers, strict=True):

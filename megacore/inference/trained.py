@@ -12,14 +12,22 @@ import torch
 from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest, trained_model
+from megacore.checkpoint.manifest import (
+    Manifest,
+    adapters_of,
+    base_of,
+    find_checkpoint,
+    read_manifest,
+    trained_model,
+)
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.layers.context import BuildContext
+from megacore.layers.lora import is_adapter
 from megacore.models.gpt import gpt_layers
 from megacore.models.program import layers_of
-from megacore.models.spec import DescribesLayers, LayerSpec
+from megacore.models.spec import DescribesLayers, LayerSpec, with_adapters
 from megacore.parallel.mesh import select_device
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
@@ -88,8 +96,16 @@ def tokenizer_of(directory: Location, path: str | None, model: ResolvedModel) ->
 def model_of(directory: Location, layers: Callable[[BuildContext], list[LayerSpec]], device: torch.device) -> Stage:
     """The whole model on one device, with the checkpoint's weights, for evaluation. `layers`: describes the model,
     given the context of its layers. Raises CheckpointError where the checkpoint is damaged, or of another model."""
-    stage = Stage(layers(BuildContext(device=device, streams=RandomStreams(0, device))))
+    context = BuildContext(device=device, streams=RandomStreams(0, device))
+    manifest = read_manifest(directory)
+    lora = adapters_of(manifest, directory)
+    stage = Stage(with_adapters(layers(context), lora, trained_model(manifest, directory), context))
     layers_by_name = zip(stage.names, stage.layers, strict=True)
     buffers = {f"{name}.{local}": each for name, layer in layers_by_name for local, each in layer.named_buffers()}
-    load_parameters(directory, stage.by_name().values(), buffers)
+    parameters = stage.by_name()
+    learned = {name: one for name, one in parameters.items() if lora.lora_rank is None or is_adapter(name)}
+    if lora.lora_rank is not None:
+        base = base_of(manifest, directory)
+        load_parameters(base, [one for name, one in parameters.items() if name not in learned], buffers)
+    load_parameters(directory, learned.values(), buffers)
     return stage.eval()

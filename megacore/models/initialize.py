@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megacore.config import ResolvedModel
 from megacore.config.parameter_groups import is_hidden_matrix
-from megacore.parallel.random import normal_slice
+from megacore.layers.lora import IN, is_adapter
+from megacore.parallel.random import normal_slice, uniform_slice
 from megacore.parallel.sharding import ShardedParameter
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "experts.down.weight")
@@ -42,6 +43,29 @@ class RandomWeights:
         initialize(parameters, self._config, seed=self._seed, width_ratio=self._width_ratio)
 
 
+class BesideAdapters:
+    """Initial weights of a model with adapters: these are drawn, and all else is what the run starts from.
+
+    Args:
+        base: where the frozen weights come from.
+        drawn: where those of adapters do.
+    """
+
+    def __init__(self, base: InitialWeights, drawn: InitialWeights) -> None:
+        self._base, self._drawn = base, drawn
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        parameters = list(parameters)
+        self._base.fill(one for one in parameters if not is_adapter(one.spec.name))
+        self._drawn.fill(one for one in parameters if is_adapter(one.spec.name))
+
+    def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what is no parameter its values, in place, where what the run starts from has them."""
+        if isinstance(self._base, InitialBuffers):
+            self._base.fill_buffers(buffers)
+
+
 @torch.no_grad()
 def initialize(
     parameters: Iterable[ShardedParameter], config: ResolvedModel, *, seed: int, width_ratio: float = 1.0
@@ -55,12 +79,17 @@ def initialize(
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
     | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
+    | A of adapters | even within 1 / sqrt(inputs) | as PEFT does; B is 0, so that they add nothing at first |
     | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |
     """
     for parameter in parameters:
         name = parameter.spec.name
         parameter.zero_()
-        if name.endswith("norm.weight"):
+        if is_adapter(name):
+            if f".{IN}." in name:
+                bound = 1 / math.sqrt(parameter.spec.shape[1])
+                uniform_slice(parameter.spec, seed=seed, bound=bound, out=parameter.spec.unpadded(parameter))
+        elif name.endswith("norm.weight"):
             parameter.fill_(0.0 if config.layernorm_1p else 1.0)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0

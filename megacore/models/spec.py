@@ -5,12 +5,14 @@ and the same although two layers use them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
-from megacore.config import ResolvedModel
+from megacore.config import LoraConfig, ResolvedModel
 from megacore.layers.context import BuildContext
+from megacore.layers.lora import adapted
 from megacore.models.outline import LayerOutline
 
 
@@ -44,6 +46,15 @@ class LayerSpec:
             shared=outline.shared,
             block=outline.block,
         )
+
+
+def with_adapters(
+    layers: list[LayerSpec], lora: LoraConfig, model: ResolvedModel, context: BuildContext
+) -> list[LayerSpec]:
+    """Layers as --lora-rank trains them, where it is given: frozen, and those of blocks with adapters."""
+    if lora.lora_rank is None:
+        return layers
+    return [replace(one, build=partial(adapted, one.build, one.name, lora, model, context)) for one in layers]
 
 
 DescribesLayers = Callable[[ResolvedModel, BuildContext], list[LayerSpec]]

@@ -289,6 +289,7 @@ class LinearLayers:
     Attributes:
         sums: where the gradient of each weight is added; None for those that autograd gets.
         parameters: as given.
+        frozen: whether none of them learns: there is no gradient of any.
     """
 
     def __init__(
@@ -297,6 +298,7 @@ class LinearLayers:
         self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
         self.sums = list(map(gradient_sum, parameters[::2]))
         self.parameters = parameters
+        self.frozen = not any(one.requires_grad for one in parameters if one is not None)
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
         """The weight and bias of each product."""
@@ -331,6 +333,8 @@ class LinearLayers:
         """The gradients of weight, bias, weight, bias, ... from the input and those of the outputs; None for those of
         weights with a sum, to which they are added."""
         inputs = x.flatten(0, -2)
+        if self.frozen:
+            return [None] * len(self.parameters)
         if self.whole is not None:
             return self._joined_gradients(inputs, grads[0].flatten(0, -2))
         gradients: list[Tensor | None] = []
@@ -341,6 +345,8 @@ class LinearLayers:
 
     def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
         """That of the first weight, as `parameter_gradients` gives it."""
+        if self.frozen:
+            return None
         return self._weight_gradient(0, grad.flatten(0, -2), x.flatten(0, -2))
 
     def _weight_gradient(self, number: int, grad: Tensor, inputs: Tensor) -> Tensor | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megacore import ops
@@ -46,6 +47,28 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
     Returns:
         `out`, or the new tensor.
     """
+
+    def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return generator.standard_normal(shape, dtype=np.float32) * np.float32(std)
+
+    return _drawn(spec, seed, draw, out)
+
+
+def uniform_slice(spec: ShardSpec, *, seed: int, bound: float, out: Tensor) -> Tensor:
+    """The same of a tensor whose numbers are evenly distributed in [-bound, bound)."""
+
+    def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return (generator.random(shape, dtype=np.float32) * 2 - 1) * np.float32(bound)
+
+    return _drawn(spec, seed, draw, out)
+
+
+def _drawn(
+    spec: ShardSpec,
+    seed: int,
+    draw: Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float32]],
+    out: Tensor | None,
+) -> Tensor:
     rows, *inner = spec.shape
     (first, last), *rest = spec.slices
     result = torch.empty(spec.local_shape) if out is None else out
@@ -53,9 +76,9 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
     for top in range(first - first % height, last, height):
         bottom = min(top + height, rows)
         generator = np.random.Generator(np.random.Philox(key=stable_hash(seed, spec.name, top)))
-        block = generator.standard_normal((bottom - top, *inner), dtype=np.float32)
+        block = draw(generator, (bottom - top, *inner))
         begin, end = max(top, first), min(bottom, last)
-        values = block[(slice(begin - top, end - top), *(slice(*bounds) for bounds in rest))] * np.float32(std)
+        values = block[(slice(begin - top, end - top), *(slice(*bounds) for bounds in rest))]
         result[begin - first : end - first] = torch.from_numpy(values)
     return result
 

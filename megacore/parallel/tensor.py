@@ -355,7 +355,7 @@ class _Scattered(_Summed):
         return (
             dx,
             layers.weight_gradient(x, gathering.whole),
-            grads[0].sum((0, 1)) if layers.parameters[1] is not None else None,
+            grads[0].sum((0, 1)) if layers.parameters[1] is not None and not layers.frozen else None,
         )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.config.fp8 import is_fp8
 from megacore.config.logits import logits_bytes
+from megacore.config.lora import adapter_parameters
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.in_flight import in_flight
@@ -241,6 +242,13 @@ def _state_of(
     config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None
 ) -> tuple[dict[str, float], float]:
     """Bytes of state by kind, and how many of them are the optimizer's without master weights."""
+    if config.lora.lora_rank is not None:
+        blocks = [layer.block for chunk in on_rank.chunks for layer in chunk if layer.block is not None]
+        learn = sum(adapter_parameters(config.lora, block, config.parallel.tp) for block in blocks)
+        frozen = state_bytes(on_rank.parameters, config, experts=on_rank.experts)["params"]
+        state = state_bytes(learn, config)
+        moments = updated_parameters(learn, config) * config.kept_per_parameter
+        return {**state, "params": state["params"] + frozen}, moments
     kept = kept_of_rank(config, on_rank, on_cpu=on_cpu, number=number)
     padding = {"padding": kept.padding, "expert_padding": kept.expert_padding}
     state = state_bytes(on_rank.parameters, config, experts=on_rank.experts, moments=kept.moments, **padding)

@@ -190,7 +190,8 @@ class _Log:
             layer.register_forward_pre_hook(enter)
             layer.register_forward_hook(leave)
             for parameter in layer.parameters():
-                parameter.register_hook(enter)
+                if parameter.requires_grad:
+                    parameter.register_hook(enter)
             return layer
 
         return replace(spec, build=build)

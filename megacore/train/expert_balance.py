@@ -74,7 +74,7 @@ class ExpertBalance(StepHook):
         # In integers: above or below the mean does not depend on rounding.
         below = (loads.sum(1, keepdim=True) - loads.shape[1] * loads).sign()
         for layer, load, direction in zip(self._layers.values(), loads, below, strict=True):
-            if layer.router.bias is not None:
+            if layer.router.bias is not None and layer.router.weight.requires_grad:
                 layer.router.bias.add_(direction, alpha=self._rate)
             if layer.router.loads is not None:
                 layer.router.loads.copy_(load)

@@ -17,7 +17,7 @@ from megacore.layers.context import BuildContext
 from megacore.models.flops import flops_per_sequence
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
-from megacore.models.spec import DescribesLayers
+from megacore.models.spec import DescribesLayers, with_adapters
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import Mesh
@@ -56,7 +56,8 @@ class GPTTask(TransformerTask):
         experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
         context = dataclasses.replace(context, products=products, experts=experts)
         drawn = RandomWeights(config.model, seed=config.training.seed, width_ratio=config.width_ratio)
-        super().__init__(config, context, layers(config.model, context), weights or drawn)
+        specs = with_adapters(layers(config.model, context), config.lora, config.model, context)
+        super().__init__(config, context, specs, weights or drawn)
         self.beside = config.beside_hidden_states
         if self.beside:
             self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch

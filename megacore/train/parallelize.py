@@ -45,7 +45,7 @@ class ParallelModel:
     Attributes:
         stages: which layers every pipeline stage holds.
         chunks: this rank's stages.
-        parameters: of this rank, by global name.
+        parameters: of this rank that learn, by global name.
         runtime: runs microbatches through the pipeline.
         data_parallel: divides parameters, gradients and optimizer state over replicas.
         shared: global names of tied parameters that other ranks hold too, and who holds them.
@@ -86,6 +86,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         separate=frozenset(shared),
     )
+    parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     _check_groups(data_parallel.options.groups, parameters, mesh)
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
@@ -124,7 +125,7 @@ def _layers(
         parameters: of the layers so far, by global name; those of this stage are added.
         offload: takes the activations of blocks to host memory; None: they stay.
     """
-    is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
+    is_new = config.checkpoint.load is None  # else every value that learns comes from the checkpoint
     training = config.training
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = recomputed_blocks(chunk.specs, config)
@@ -133,8 +134,9 @@ def _layers(
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
         # Initialised: by global name, so that every layout starts from the same bits.
+        if is_new or (frozen := [one for one in new.values() if not one.requires_grad]):
+            task.initialize(new.values() if is_new else frozen)
         if is_new:
-            task.initialize(new.values())
             task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
         # Exchanged before compiling, which captures what the layers compute.

@@ -70,7 +70,8 @@ class Trainer:
         load = None if config.checkpoint.load is None else location(config.checkpoint.load)
         with_optimizer = config.start.load_optim and not config.training.skip_train
         self.loaded = None if load is None else self._resume(load, with_optimizer=with_optimizer)
-        if self.loaded is None and (source := config.start.pretrained_checkpoint) is not None:
+        source = config.start.pretrained_checkpoint if config.lora.lora_rank is None else None  # the task has read it
+        if self.loaded is None and source is not None:
             self.train_steps.load(location(source), with_optimizer=False, with_progress=False)
         self.extended: Rollback | None = None
         if self.loaded is not None:

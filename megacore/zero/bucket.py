@@ -94,6 +94,7 @@ class Bucket:
         first_layer: number of the layer that does: once backward has passed it, the gradients are complete.
         is_shared: whether further stages of this rank use a parameter.
         unsplit: names of the parameters that no shard splits.
+        learns: whether the parameters have gradients; of those that have none this is all that there is.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
         users: numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
@@ -119,7 +120,9 @@ class Bucket:
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         specs, optimizer = [parameter.spec for parameter in parameters], options.optimizer
-        whole = {s.name: optimizer.work_of(s.shape) for s in specs if optimizer.takes_whole(s.name, s.shape)}
+        self.learns = self.parameters[0].requires_grad
+        unsplit = [s for s in specs if self.learns and optimizer.takes_whole(s.name, s.shape)]
+        whole = {s.name: optimizer.work_of(s.shape) for s in unsplit}
         self.unsplit = set(whole)
         self.layout = FlatLayout(parameters, shards, whole, unit=options.shard_unit, busy=busy if shards > 1 else ())
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
@@ -156,7 +159,7 @@ class Bucket:
         self._compresses = False  # gradients, in the step under way
         self._loss_scale = 1.0
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
-        downloads = options.offload and self._host is None
+        downloads = options.offload and self._host is None and self.learns
         self._host_gradients = self._on_host(options.summed_dtype) if downloads else None
         self._download_event: torch.Event | None = None
         self._runs: list[weakref.ref[LocalRun]] = []
@@ -193,6 +196,8 @@ class Bucket:
         master = shard
         if self.options.offload_params and dtype == torch.float32:
             pass  # in host memory already
+        elif not self.learns:
+            pass  # as layers compute with them
         elif self.options.offload:
             master = self._on_host(torch.float32)
         elif dtype != torch.float32:

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from megacore.parallel.mesh import Group, Mesh, ReplicaRole
+from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole
 from megacore.parallel.sharding import ShardedParameter, separate_term, sharded_parameters
 from megacore.zero.bucket import Bucket, Member
 from megacore.zero.host_shard import HostStreams
@@ -87,8 +87,9 @@ class DataParallel:
             over pipeline ranks too).
 
     Attributes:
-        parameters: of the rank, each once, in the order of their use.
+        parameters: of the rank that learn, each once, in the order of their use.
         buckets: of the parameters, the last used first.
+        frozen_buckets: of further parameters, which do not learn.
         layers: of all stages of the rank, in the order of their use.
         runs: that this rank updates.
         segments: that the runs consist of.
@@ -112,6 +113,7 @@ class DataParallel:
         self._chunks: list[list[Layer]] = []
         self.parameters: list[ShardedParameter] = []
         self.buckets: list[Bucket] = []
+        self.frozen_buckets: list[Bucket] = []
         for chunk in chunks:
             self._add_chunk(chunk, bucket_bytes)
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
@@ -135,9 +137,11 @@ class DataParallel:
         before = sum(map(len, self._chunks))
         layers, buckets = list[Layer](), list[Bucket]()
         for module in modules:
-            layer = Layer(before + len(layers), sharded_parameters(module))
+            held = sharded_parameters(module)
+            layer = Layer(before + len(layers), [parameter for parameter in held if parameter.requires_grad])
             known = {parameter.spec.name for parameter in self.parameters}
             new = [parameter for parameter in layer.parameters if parameter.spec.name not in known]
+            layer.frozen = self._frozen_buckets([parameter for parameter in held if not parameter.requires_grad])
             if self.options.exact_terms:
                 named = module.named_parameters()
                 layer.again = {n: p for n, p in named if isinstance(p, ShardedParameter) and p.spec.name in known}
@@ -161,6 +165,15 @@ class DataParallel:
                     bucket.first_layer = layer.position
                 else:
                     bucket.is_shared = True
+
+    def _frozen_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
+        """Buckets of a layer's parameters that do not learn: below stage 3 every rank has all of them."""
+        owner = {member.name: bucket for bucket in self.frozen_buckets for member in bucket.members}
+        if new := [parameter for parameter in parameters if parameter.spec.name not in owner]:
+            made = self._make_buckets(new, None)
+            self.frozen_buckets += made
+            owner |= {member.name: bucket for bucket in made for member in bucket.members}
+        return _unique(owner[parameter.spec.name] for parameter in parameters)
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
@@ -186,9 +199,12 @@ class DataParallel:
         for members in assigned:
             role = members[0].spec.replica_role
             options, across = self.options.for_group(groups[role]), self._mesh.across_group(role)
-            busy = self._busy.get(role, ())
+            if not members[0].requires_grad and options.stage < 3:
+                options, across = replace(options, stage=0), ALONE
+            busy = self._busy.get(role, ()) if members[0].requires_grad else ()
             bucket = Bucket(members, groups[role], options, across=across, streams=self._streams, busy=busy)
-            self._busy[role] = bucket.layout.busy
+            if bucket.learns:
+                self._busy[role] = bucket.layout.busy
             buckets.append(bucket)
         return buckets
 
@@ -252,12 +268,13 @@ class DataParallel:
 
         The other replicas need not call this. For trials between steps that determine shapes.
         """
-        for bucket in self.buckets:
+        held = [*self.buckets, *self.frozen_buckets]
+        for bucket in held:
             bucket.gathers = False
         try:
             yield
         finally:
-            for bucket in self.buckets:
+            for bucket in held:
                 bucket.users.clear()  # a layer that raised has not released them
                 bucket.release()
                 bucket.gathers = True
@@ -495,14 +512,16 @@ class Layer:
 
     Attributes:
         position: among the rank's layers.
-        parameters: each once.
+        parameters: that learn, each once.
         buckets: of the parameters.
+        frozen: buckets of those that do not learn.
         again: with exact sums, the parameters that an earlier layer uses too, by their name in the layer.
     """
 
     position: int
     parameters: list[ShardedParameter]
     buckets: list[Bucket] = field(default_factory=list)
+    frozen: list[Bucket] = field(default_factory=list)
     again: dict[str, ShardedParameter] = field(default_factory=dict)
 
     def run(self, module: nn.Module, x: Any) -> Any:
@@ -514,19 +533,19 @@ class Layer:
 
     def acquire(self) -> None:
         """Gather the parameters, and keep them until `release`."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.users.add(self.position)
             bucket.wait()
 
     def prefetch(self) -> None:
         """Begin to gather them: `acquire` follows."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.users.add(self.position)
             bucket.prefetch()
 
     def release(self) -> None:
         """The layer does not need its parameters any more."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.users.discard(self.position)
             if not bucket.users:
                 bucket.release()

@@ -28,7 +28,7 @@ def measured_bytes(
         device: whose storages count; None: all.
     """
     tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
-    for bucket in data_parallel.buckets:
+    for bucket in (*data_parallel.buckets, *data_parallel.frozen_buckets):
         for kind, held in bucket.storages().items():
             tensors[kind] += held
     tensors["optimizer"] += [tensor for state in optimizer.state.values() for tensor in state.values()]

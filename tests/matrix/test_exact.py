@@ -8,7 +8,7 @@ from tests.matrix.drawn import DRAWN_EXACT
 from tests.matrix.rows import rows_of
 from tests.matrix.runner import Row, Runner, case_of, items_of
 
-PARTS = ("exact", "exact-context", "schedules", "savers", "moments", "resumes", "fp8-exact")
+PARTS = ("exact", "exact-context", "schedules", "savers", "moments", "resumes", "fp8-exact", "lora-exact")
 
 
 @items_of([*rows_of(*PARTS), *DRAWN_EXACT])

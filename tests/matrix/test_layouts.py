@@ -8,7 +8,7 @@ from tests.matrix.programs import Changes
 from tests.matrix.rows import rows_of
 from tests.matrix.runner import Row, Runner, case_of, items_of
 
-PARTS = ("layouts", "families", "compiled", "bert", "chunks", "context", "experts", "fp8-layouts")
+PARTS = ("layouts", "families", "compiled", "bert", "chunks", "context", "experts", "fp8-layouts", "lora")
 
 
 @items_of([*rows_of(*PARTS), *DRAWN_CONTEXT, *DRAWN_EXPERTS])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ def plain_torch(
     initial = {name: p.spec.unpadded(p).detach().clone() for name, p in trainer.parameters.items()}
     names, heads = gpt2_names(config.model.num_layers), config.model.num_attention_heads
     initial = {name: value.to(rounded_to).to(dtype) for name, value in initial.items()}
-    twin = _twin(config).to(dtype)
+    twin = twin_of(config).to(dtype)
     named = {name.removeprefix("transformer."): p for name, p in twin.named_parameters()}
     assert initial.keys() == names.keys()
     with torch.no_grad():
@@ -96,7 +97,7 @@ def plain_torch(
     losses, norms, gradients = [], [], {}
     for step in range(config.training.train_iters):
         adamw.zero_grad()
-        loss = _loss(twin, data, step, config.training.global_batch_size)
+        loss = loss_of(twin, data, step, config.training.global_batch_size)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(twin.parameters(), o.clip_grad)))
         if step == 0:
@@ -120,13 +121,15 @@ def rate(config: ResolvedConfig, step: int) -> float:
     return config.optimizer.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (last - warmup)))
 
 
-def _twin(config: ResolvedConfig) -> GPT2LMHeadModel:
+def twin_of(config: ResolvedConfig) -> GPT2LMHeadModel:
+    """A GPT-2 of the configuration's shape."""
     model, off = config.model, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
     shape = {"n_embd": model.hidden_size, "n_head": model.num_attention_heads, "n_layer": model.num_layers}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=SEQUENCE, **shape, **off))
 
 
-def _loss(twin: GPT2LMHeadModel, data: RaggedData, step: int, batch: int) -> Tensor:
+def loss_of(twin: Callable[[Tensor], Any], data: RaggedData, step: int, batch: int) -> Tensor:
+    """The mean loss of the counted tokens of a global batch."""
     samples = [data[step * batch + i] for i in range(batch)]
     tokens, labels, mask = (
         torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in ("tokens", "labels", "loss_mask")

@@ -34,6 +34,7 @@ USUAL: list[Changes] = [
     *({"zero_stage": s, "precision": ("fp32", "bf16")[s % 2], "num_layers": 2} for s in range(4)),
     {"zero_stage": 2, **SHARDS},
     {"zero_stage": 1, **MIXTURE},
+    *({"zero_stage": s, "precision": "bf16", "num_layers": 2, "lora_rank": 8} for s in (1, 3)),
 ]
 CASES: dict[int, list[Changes]] = {  # by the number of ranks
     1: [*STAGES, *KEPT],

@@ -1,0 +1,173 @@
+"""Low-rank adapters, LoRA (Hu et al. 2021, arXiv 2106.09685), beside the linear layers of blocks: y = W x + s B A x,
+with W frozen. A begins as a new linear layer does, and B as zero.
+
+An adapter is two linear layers that are split as W's input and output are, so that the wide vectors are not exchanged
+once more: beside a column-parallel layer A is whole on every rank and B split, beside a row-parallel one A is split and
+B whole. What ranks exchange has the width of the adapter.
+
+Query, key and value are one matrix W, and have an adapter each, as PEFT's do: A is theirs one below the other, and a
+row of B reads that of its projection only.
+
+Shape legend: b micro-batch, s sequence, i input and o output features, t tensor-parallel ranks, r rank, p projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config import LoraConfig, ResolvedModel
+from megacore.config.lora import adapted_parts
+from megacore.errors import ConfigError
+from megacore.layers.activations import ACTIVATION_FUNCTIONS
+from megacore.layers.block import GatedMLP
+from megacore.layers.context import BuildContext
+from megacore.layers.linear import ReplicatedLinear
+from megacore.parallel.random import Dropout
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
+
+IN, OUT = "lora_a", "lora_b"
+"""The parts of an adapter, in the names of its parameters."""
+
+
+class StackedColumns(ColumnParallelLinear):
+    """B of several projections, whose rows are those of one column-parallel layer.
+
+    Args:
+        rank: r.
+        out_features: o.
+        reads: [o/t, p], of this rank's rows which projection each belongs to: 1 there and 0 elsewhere.
+        parallel: arguments of `ColumnParallelLinear`.
+    """
+
+    def __init__(self, rank: int, out_features: int, reads: Tensor, **parallel: Any) -> None:
+        super().__init__(rank, out_features, bias=False, **parallel)
+        self.reads = reads
+
+    def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
+        """[b, s, p r] (or [b, s/t, p r]) -> [b, s, o/t]"""
+        stacked = self.weight.unsqueeze(1) * self.reads.to(self.weight.dtype).unsqueeze(2)  # [o/t, p, r]
+        return self.columns(x, (stacked.flatten(1), None))[0]
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter; it is put before the layer's own class."""
+
+    lora_a: nn.Module
+    lora_b: nn.Module
+    lora_dropout: Dropout | None
+    lora_scale: float
+
+    def forward(self, x: Tensor, **choices: Any) -> Tensor:
+        """As of the plain layer."""
+        return self.adapted(x, super().forward(x, **choices))
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the adapter makes of the layer's output y for its input x."""
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        added: Tensor = self.lora_b(self.lora_a(dropped) * self.lora_scale)
+        return y + added
+
+
+class AdaptedGatedMLP(GatedMLP):
+    """Adds what the adapters of its two projections give, which share the input's communication."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        layers = [self.gate, self.up]
+        gate, up = (
+            layer.adapted(x, y) if isinstance(layer, Adapted) else y
+            for layer, y in zip(layers, columns_parallel(x, layers), strict=True)
+        )
+        activate = ACTIVATION_FUNCTIONS[self.activation]
+        return self.run(self.down, activate(gate, up), (activate, gate, up))
+
+
+def adapted(
+    build: Callable[[], nn.Module], name: str, lora: LoraConfig, model: ResolvedModel, context: BuildContext
+) -> nn.Module:
+    """A layer of a model, frozen; and with adapters beside the linear layers of a block.
+
+    Args:
+        build: makes the layer.
+        name: its global name.
+        lora: with a rank.
+        model: what the layer belongs to.
+        context: with which the layer is built.
+
+    Raises:
+        ConfigError: the block has no layer of a target's name.
+    """
+    layer = build().requires_grad_(False)
+    if not name.startswith("blocks."):
+        return layer
+    modules = dict(layer.named_modules())
+    for path, stacked in adapted_parts(lora, model).items():
+        if not isinstance(modules.get(path), ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+            raise ConfigError([f"--lora-targets: {name} has no linear layer {path}: leave it out of the targets"])
+        _add(modules[path], f"{name}.{path}", stacked, lora, model, context)
+    for module in layer.modules():
+        if isinstance(module, GatedMLP) and any(isinstance(one, Adapted) for one in (module.gate, module.up)):
+            cast(Any, module).__class__ = AdaptedGatedMLP
+    return layer
+
+
+def _add(
+    module: Any, name: str, parts: Sequence[int], lora: LoraConfig, model: ResolvedModel, context: BuildContext
+) -> None:
+    """Give a linear layer its adapter.
+
+    Args:
+        module: the layer.
+        name: its global name.
+        parts: numbers of the stacked projections that have one; none: the layer has one as a whole.
+        lora, model, context: as for `adapted`.
+    """
+    out_features, in_features = module.weight.spec.shape
+    rank, device = lora.lora_rank, context.device
+    assert rank is not None
+    whole: dict[str, Any] = {"bias": False, "blocks": context.blocks, "device": device}
+    split: dict[str, Any] = {**context.parallel_arguments, "split_backward": context.split_backward}
+    positions = context.layer_group.rank if context.sequence_parallel else 0
+    if isinstance(module, RowParallelLinear):
+        module.lora_a = RowParallelLinear(in_features, rank, bias=False, **split)
+        module.lora_b = ReplicatedLinear(rank, out_features, **whole)
+        positions = context.layer_group.rank
+    elif isinstance(module, ColumnParallelLinear):
+        module.lora_a = ReplicatedLinear(in_features, rank * max(len(parts), 1), **whole)
+        if parts:
+            start, stop = module.weight.spec.slices[0]
+            of_row = projection_of_rows(model, torch.arange(start, stop, device=device))
+            reads = of_row.unsqueeze(1) == torch.tensor(parts, device=device)
+            module.lora_b = StackedColumns(rank, out_features, reads, **split)
+        else:
+            module.lora_b = ColumnParallelLinear(rank, out_features, bias=False, **split)
+    else:
+        module.lora_a = ReplicatedLinear(in_features, rank, **whole)
+        module.lora_b = ReplicatedLinear(rank, out_features, **whole)
+    module.lora_scale, module.lora_dropout = lora.lora_scale, None
+    if lora.lora_dropout:
+        shard = context.sequence.group.rank * context.layer_group.size + positions
+        module.lora_dropout = Dropout(lora.lora_dropout, context.streams, f"{name}.lora_dropout", shard=shard)
+    kind = type(module)
+    module.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+
+
+def projection_of_rows(model: ResolvedModel, rows: Tensor) -> Tensor:
+    """Which of query (0), key (1) and value (2) each row of the joint projection belongs to: by head group, the queries
+    first.
+
+    Args:
+        model: has the heads.
+        rows: their numbers.
+    """
+    shared_by = model.num_attention_heads // model.query_groups
+    return (rows // model.head_size % (shared_by + 2) - shared_by + 1).clamp(min=0)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a global name is that of an adapter's parameter."""
+    return f".{IN}." in name or f".{OUT}." in name

@@ -1,0 +1,178 @@
+"""--lora-rank: training against plain torch in double precision, and adapters as PEFT has them, written out by hand.
+Layouts, resumes and bits are rows of tests/matrix/rows.toml; memory is in test_memory.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from megacore.checkpoint.manifest import read_manifest, trained_model
+from megacore.config import LoraConfig, ResolvedModel, StartConfig
+from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
+from megacore.convert.plan import whole_config
+from megacore.inference.trained import model_of
+from megacore.layers.context import BuildContext
+from megacore.layers.lora import StackedColumns, is_adapter
+from megacore.models.gpt import gpt_layers
+from megacore.models.spec import with_adapters
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage
+from tests.parity.conversions import convert, require_same, to_hf, to_megacore, weights
+from tests.parity.hf_models import make_model
+from tests.parity.reference import gpt2_names, loss_of, rate, to_gpt2, twin_of
+from tests.parity.runs import RaggedData, make_config, make_trainer, near, outcome_of
+
+CPU = torch.device("cpu")
+RANK, SCALE = 4, 2.0
+
+
+def product(values: dict[str, Tensor], name: str, heads: int) -> Tensor:
+    """B A of a layer. Query, key and value have an A each, one below the other; the rows of B go by head."""
+    a, b = values[f"{name}.lora_a.weight"], values[f"{name}.lora_b.weight"]
+    if not name.endswith("qkv"):
+        return b @ a
+    return torch.einsum("nkdr,kri->nkdi", b.unflatten(0, (heads, 3, -1)), a.unflatten(0, (3, -1))).flatten(0, 2)
+
+
+def of_tokens(twin: nn.Module, state: dict[str, Tensor], tokens: Tensor) -> Any:
+    return functional_call(twin, state, (tokens,))
+
+
+def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
+    changes = {
+        "num_layers": 2,
+        "train_iters": 6,
+        "lr_warmup_iters": 1,
+        "adam_eps": 1e-4,
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+    }
+    config = make_config((1, 1, 1), tmp_path, lora_rank=RANK, lora_alpha=RANK * SCALE, **changes)
+    trainer = make_trainer(config, Mesh(device=CPU))
+    (chunk,) = trainer.model.chunks
+    held = {name: p.spec.unpadded(p).detach().double() for name, p in chunk.by_name().items()}
+    found = outcome_of(trainer)
+    learn = {name: value.clone().requires_grad_() for name, value in held.items() if is_adapter(name)}
+    assert learn.keys() == found.final.keys()
+    names, heads = gpt2_names(2), config.model.num_attention_heads
+    twin, data = twin_of(config).double(), RaggedData(8 * 6)
+    adamw = torch.optim.AdamW(learn.values(), betas=(0.9, 0.999), eps=1e-4, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(6):
+        state = {}
+        for ours, theirs in names.items():
+            layer = ours.removesuffix(".weight")
+            adapted = f"{layer}.lora_a.weight" in learn
+            value = held[ours] + SCALE * product(learn, layer, heads) if adapted else held[ours]
+            state[f"transformer.{theirs}"] = to_gpt2(ours, value, heads)
+        adamw.zero_grad()
+        loss = loss_of(partial(of_tokens, twin, state), data, step, 8)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learn.values(), config.optimizer.clip_grad)))
+        for group in adamw.param_groups:
+            group["lr"] = rate(config, step + 1)
+        adamw.step()
+        losses.append(float(loss.detach()))
+    near("losses", found.losses, losses, 1e-6)
+    near("norms", found.norms, norms, 1e-5)
+    for name, value in learn.items():
+        torch.testing.assert_close(found.final[name].double(), value.detach(), rtol=1e-4, atol=1e-6, msg=name)
+    assert all(torch.equal(p.spec.unpadded(p).double(), held[n]) for n, p in chunk.by_name().items() if n not in learn)
+
+
+def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str | None) -> None:
+    """A checkpoint of random adapters."""
+    lora = LoraConfig(lora_rank=RANK, lora_alpha=RANK * SCALE, lora_targets=targets)
+    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU))
+    stage = Stage(with_adapters(gpt_layers(model, context), lora, model, context))
+    generator = torch.Generator().manual_seed(1)
+    made = {
+        name: torch.randn(one.spec.shape, generator=generator) * 0.2
+        for name, one in stage.by_name().items()
+        if is_adapter(name)
+    }
+    for module in stage.modules():
+        if isinstance(module, StackedColumns):  # rows of projections without an adapter stay as they began
+            made[module.weight.spec.name] *= module.reads.any(1, keepdim=True)
+    config = dataclasses.replace(
+        whole_config(model, None), lora=lora, start=StartConfig(pretrained_checkpoint=str(base))
+    )
+    target.mkdir()
+    types = {name: (value.dtype, tuple(value.shape)) for name, value in made.items()}
+    write_weights(target, config, types, iter(made.items()), most_bytes=1 << 30)
+
+
+def by_hand(model: Any, directory: Path) -> None:
+    """Add adapters in PEFT's format to a model of transformers."""
+    config, stored = (
+        json.loads((directory / "adapter_config.json").read_text()),
+        load_file(directory / "adapter_model.safetensors"),
+    )
+    for key in [key for key in stored if ".lora_A." in key]:
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = stored[key], stored[key.replace(".lora_A.", ".lora_B.")]
+        ends = [end for end in config["target_modules"] if name.endswith(f".{end}")]
+        assert len(ends) == 1 and len(a) == config["rank_pattern"].get(ends[0], config["r"])
+        added = b @ a * (config["alpha_pattern"].get(ends[0], config["lora_alpha"]) / len(a))
+        model.get_submodule(name).weight.data += added.t() if config["fan_in_fan_out"] else added
+
+
+def tool(source: str, target: str, *words: object) -> None:
+    assert convert(["--from", source, "--to", target, *map(str, words)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama3", "q_proj,v_proj,o_proj"),
+        ("gpt2", None),  # three of ours are one layer there
+        ("gpt2", "c_attn,fc2"),
+        ("phi3", None),
+        ("deepseek-v3", None),
+        pytest.param("bloom", "query_key_value,down_proj", marks=pytest.mark.slow),
+        pytest.param("gptj", None, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_written_read_and_merged(family: str, targets: str | None, tmp_path: Path) -> None:
+    hf, base, ours, theirs, merged = (tmp_path / name for name in ("hf", "base", "ours", "theirs", "merged"))
+    source: Any = make_model(family)
+    source.save_pretrained(hf)
+    to_megacore(hf, base)
+    model = trained_model(read_manifest(base), base)
+    write_adapters(ours, base, model, targets)
+    tool("megacore", "peft", ours, "--output", theirs)
+    tool("megacore", "megacore", ours, "--merge", "--output", merged)
+    to_hf(merged, tmp_path / "merged-hf")
+    twin: Any = AutoModelForCausalLM.from_pretrained(hf, attn_implementation="eager")
+    expected = {name: value.clone() for name, value in twin.state_dict().items()}
+    by_hand(twin, theirs)
+    changed = [name for name, value in twin.state_dict().items() if not torch.equal(value, expected[name])]
+    assert changed
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged-hf", attn_implementation="eager").state_dict()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+    tool("peft", "megacore", theirs, "--base", base, "--output", tmp_path / "back")
+    one, other = CheckpointTensors(ours), CheckpointTensors(tmp_path / "back")
+    if one.shapes == other.shapes:
+        require_same(weights(ours), weights(tmp_path / "back"))
+    tool("megacore", "megacore", tmp_path / "back", "--merge", "--output", tmp_path / "again")
+    again = weights(tmp_path / "again")
+    for name, value in weights(merged).items():
+        torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+    tokens, layers = torch.arange(20)[None] % model.vocab_size, partial(gpt_layers, model)
+    with torch.no_grad():
+        apart, together = (model_of(path, layers, CPU)(tokens) for path in (ours, merged))
+    torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
