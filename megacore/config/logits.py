@@ -23,8 +23,15 @@ def logits_bytes(config: ResolvedConfig) -> float:
 
 
 def loss_chunks(config: ResolvedConfig) -> int:
-    """In how many chunks of the vocabulary the head computes its logits: canonical blocks, or what --loss-chunks says,
-    or the fewest that keep them within `MOST_LOGITS`."""
-    if (blocks := canonical_blocks(config)) > 1:
-        return max(2, blocks // ranks_of_role("layer", config.parallel))
-    return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
+    """In how many chunks of the tokens the head computes its logits: what --loss-chunks says, or the fewest that keep
+    them within `MOST_LOGITS`."""
+    size = logits_bytes(config)
+    if canonical_blocks(config) > 1:  # the layout must not say where sums over tokens are cut
+        model, tokens = config.model, config.training.micro_batch_size * config.data.seq_length
+        size = ELEMENT_BYTES[config.precision.precision] * tokens * float(model.vocab_size)
+    return config.training.loss_chunks or max(1, math.ceil(size / MOST_LOGITS))
+
+
+def head_has_loss(config: ResolvedConfig) -> bool:
+    """Whether the head computes the loss and all gradients in its forward, and no logits are kept for backward."""
+    return loss_chunks(config) > 1 or canonical_blocks(config) > 1

@@ -90,8 +90,8 @@ class TrainingConfig(Section):
     z_loss: Annotated[float, Range(0)] = 0.0
     """Weight of the square of the softmax's log-normaliser in the training loss. Not in evaluations."""
     loss_chunks: Annotated[int | None, Range(1, 1024), Flag()] = None
-    """Chunks of the vocabulary in which the output head computes logits and loss. With several, backward computes the
-    logits again. Default: the fewest with at most 2 GiB of logits."""
+    """Chunks of the tokens in which the output head computes logits and loss. With several, forward computes the head's
+    gradients too. Default: the fewest with at most 2 GiB of logits."""
     memory_check: bool = True
     """Refuses a run that needs more memory than is available, and says what would fit (docs/guides/memory.md)."""
 

@@ -55,7 +55,7 @@ class BuildContext:
         attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
         blocks: where sums over features, heads and positions are cut, for --reproducible.
-        loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
+        loss_chunks: of the tokens, for which the output layer computes logits and loss; 1: it gives the logits.
         loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
         experts: ranks that divide experts.
     """
@@ -136,7 +136,7 @@ class BuildContext:
 
     @property
     def loss_in_parts(self) -> bool:
-        """Whether the output layer computes the loss, a part of the vocabulary at a time."""
+        """Whether the output layer computes the loss, a part of the tokens or of the vocabulary at a time."""
         return self.loss_chunks > 1 or self.blocks.divide
 
     def chunked_loss(self, vocab_size: int, soft_cap: float | None = None) -> ChunkedLoss:
@@ -151,7 +151,6 @@ class BuildContext:
             chunks=self.loss_chunks,
             group=self.layer_group,
             sequence_parallel=self.sequence_parallel,
-            split_backward=self.split_backward,
             products=self.products,
             blocks=self.blocks,
             soft_cap=soft_cap,

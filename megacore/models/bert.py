@@ -26,13 +26,14 @@ from megacore.models.flops import block_flops, head_flops
 from megacore.models.outline import bert_block, bert_outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
+from megacore.parallel.loss import Scored
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, VocabParallelOutput
 
-# Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
-# of the tokens [b, s] replace their logits, and in an evaluation also the likeliest tokens [b, s].
+# Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the summed
+# loss of the tokens replaces their logits, and in an evaluation also the likeliest tokens [b, s].
 Output = Tensor | tuple[Tensor, ...]
 
 
@@ -102,19 +103,19 @@ class BertHead(VocabParallelOutput):
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Output:
-        """Hidden states [b, s, h], document numbers and, where the head computes the loss, labels [b, s]."""
-        hidden, _, *labels = inputs
+        """Hidden states [b, s, h], document numbers and, where the head computes the loss, what `Scored` holds."""
+        hidden, _, *scored = inputs
         x = self.norm(hidden)
         transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
-        outputs = self._losses(transformed, *labels) if labels else (self.logits(transformed),)
+        outputs = self._losses(transformed, Scored(*scored)) if scored else (self.logits(transformed),)
         if self.sentence is not None:
             outputs = (*outputs, self.sentence(x))
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    def _losses(self, x: Tensor, scored: Scored) -> tuple[Tensor, ...]:
         if self.training:
-            return (self.loss.losses(x, self.weight, self.bias, labels, self.loss_options),)
-        return self.loss.losses_and_likeliest(x, self.weight, self.bias, labels, ops.CrossEntropyOptions())
+            return (self.loss.summed(x, self.weight, self.bias, scored, self.loss_options),)
+        return self.loss.summed_and_likeliest(x, self.weight, self.bias, scored, ops.CrossEntropyOptions())
 
 
 class SentenceHead(nn.Module):

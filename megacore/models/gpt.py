@@ -23,6 +23,7 @@ from megacore.layers.rotary import rotaries_of
 from megacore.models.outline import gpt_outline
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
+from megacore.parallel.loss import Scored
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.sequence import local_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -95,7 +96,7 @@ class GPTEmbedding(ShardedModule):
 
 class GPTHead(VocabParallelOutput):
     """Final norm and output layer. Given the labels too, the layer computes the loss with the logits, a chunk of the
-    vocabulary at a time."""
+    tokens at a time."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__(
@@ -110,12 +111,12 @@ class GPTHead(VocabParallelOutput):
         self.norm = build_norm(config, device=context.device)
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
-        its inputs -> losses [b, s] fp32. What else follows the hidden states is not needed."""
+        """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with those of `Scored` as the last
+        of its inputs -> summed loss, scalar fp32. What else follows the hidden states is not needed."""
         hidden, *others = (x,) if isinstance(x, Tensor) else x
         if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.losses(self._normed(hidden), self.weight, self.bias, others[-1], options)
+            return self.loss.summed(self._normed(hidden), self.weight, self.bias, Scored(*others[-3:]), options)
         logits = self.logits(self._normed(hidden))
         return logits if self.soft_cap is None else ops.soft_capped(logits, self.soft_cap)
 

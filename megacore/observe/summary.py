@@ -11,7 +11,7 @@ from megacore import ops
 from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
-from megacore.config.logits import loss_chunks
+from megacore.config.logits import head_has_loss, loss_chunks
 from megacore.config.messages import counted
 from megacore.config.parallel import ChosenSchedule, StagesThatFit
 from megacore.config.reproducible import canonical_blocks
@@ -100,7 +100,7 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
             if (blocks := canonical_blocks(config)) > 1
             else []
         ),
-        *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
+        *([("loss", f"logits in {chunks} chunks of the tokens")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
         ("figures", f"TFLOP/s and MFU count {CONVENTION}{metrics.about_mfu()}"),
@@ -176,7 +176,7 @@ def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
 
 def _compiled(config: ResolvedConfig) -> str:
     inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
-    loss = " and the loss" if loss_chunks(config) == 1 else ""
+    loss = "" if head_has_loss(config) else " and the loss"
     return f"transformer blocks{loss}, {inside}, by {config.training.compile_backend}"
 
 

@@ -5,18 +5,18 @@ Ranks never gather logits: one exchange per call, of three floats per token (lar
 part). Each rank combines the others' statistics in the same order, so that all get the same bits. What is computed on a
 rank is `megacore.ops.cross_entropy`, which a `VocabularyShare` tells what the rank holds.
 
-The output layer computes a rank's share a chunk at a time, forward and once more backward, as if more ranks had split
-it: the statistics of the chunks are merged like those of ranks (megacore/ops/loss.py). Only one chunk's logits exist at
-any time, over which their gradient is written. Chunks are of the vocabulary and not of the tokens, so that the weight's
-gradient is computed once for each of its rows and needs no second sum; only the input's is summed over chunks, in fp32,
-to which each chunk's product adds unrounded.
+The output layer takes a chunk of the tokens at a time, and computes its logits once: the loss, then the gradient of the
+logits, which is written over them, and from that in forward already the gradients of input, weight and bias. Backward
+only hands these on, so that there are three products and never all logits. The method is that of the Liger kernels (Hsu
+et al. 2024, arXiv 2410.10989, section 3.2). It asks for the factor of the loss before backward: 16-bit gradients then
+have the range that the loss scale gives them. The weight's gradient is summed over chunks in fp32.
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks, n tokens (b x s).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,19 +30,18 @@ from megacore.ops.loss import (
     SoftmaxSums,
     VocabularyShare,
     losses,
-    merged,
     statistics,
 )
 from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.parallel.canonical import ONE_BLOCK, Blocks, aligned, tree_sum
 from megacore.parallel.collectives import all_gather, copy_to_group
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import Products, gradient_sum
+from megacore.parallel.products import Products, adds_in_fp32, gradient_sum
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
 
-_ALIGNED = 64  # columns; a product of fewer is slower
-_WIDE = 1024  # columns, from which on rounding up to `_ALIGNED` costs little
+_ALIGNED = 64  # tokens; a product of other numbers is slower
+_LONG = 1024  # tokens, from which on rounding up to `_ALIGNED` costs little
 
 
 # ---- the vocabulary of ranks
@@ -104,18 +103,32 @@ def likeliest_of_ranks(values: Tensor, ids: Tensor, share: VocabularyShare) -> T
 # ---- the loss of an output layer
 
 
+class Scored(NamedTuple):
+    """What an output layer is to predict, and what the loss of that is multiplied by.
+
+    Attributes:
+        targets: [b, s] int64, ids in [0, V) or `CrossEntropyOptions.ignore_index`.
+        mask: [b, s], the weight of each token's loss in the sum.
+        factor: the gradient of that sum which backward will begin with, fp32 of one element or more, the first of which
+            counts. Another one in backward is as exact, up to the range of 16-bit numbers.
+    """
+
+    targets: Tensor
+    mask: Tensor
+    factor: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss:
     """How an output layer's loss is computed.
 
     Attributes:
         vocab_size: V, the true vocabulary size.
-        chunks: of a rank's columns. A chunk is rounded up to a multiple of 64 columns, so that there may be fewer.
+        chunks: of the tokens. A chunk is rounded up to a multiple of 64 tokens, so that there may be fewer.
         group: the tensor-parallel group.
         sequence_parallel: the input is split along the sequence.
-        split_backward: the gradients of input and weight are computed apart, each with the logits it needs.
         products: computes the matrix products.
-        blocks: of the vocabulary, each of which is a chunk whatever `chunks` says, so that no layout changes a bit.
+        blocks: of the vocabulary, each of which is computed by itself, so that no layout changes a bit.
         soft_cap: of the logits; None: they have none.
     """
 
@@ -123,58 +136,61 @@ class ChunkedLoss:
     chunks: int
     group: Group
     sequence_parallel: bool
-    split_backward: bool
     products: Products
     blocks: Blocks = ONE_BLOCK
     soft_cap: float | None = None
 
     @property
     def in_parts(self) -> bool:
-        """Whether the loss is computed a part of the vocabulary at a time, without all logits."""
+        """Whether the output layer computes the loss, a part of the tokens or of the vocabulary at a time."""
         return self.chunks > 1 or self.blocks.divide
 
-    def losses(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
+    def summed(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scored: Scored, options: CrossEntropyOptions
     ) -> Tensor:
-        """Loss per token, the same on every rank of the group.
+        """The loss summed over tokens, the same on every rank of the group.
 
         Args:
             x: [b, s, h], or, sequence parallel, [b, s/t, h]; with blocks those of this rank's positions.
             weight: [padded V/t, h]
             bias: [padded V/t], or None.
-            targets: [b, s] int64, ids in [0, V) or `options.ignore_index`; with blocks of whole sequences.
+            scored: with blocks of whole sequences.
             options: label smoothing, z-loss, ignore index.
 
         Returns:
-            [b, s] fp32; what `ops.cross_entropy` gives for the logits, to fp32 rounding.
+            Scalar fp32; the masked sum of what `ops.cross_entropy` gives for the logits, to fp32 rounding.
         """
         x = self._entered(x)
-        setting = _Setting(self, self._share(), options)
+        learns = torch.is_grad_enabled()
+        wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
         with torch.no_grad():
-            made = setting.forward(x, weight, bias, targets, likeliest=False)
-        loss, sums = made.loss.view(targets.shape), made.sums
-        if not torch.is_grad_enabled():
-            return loss
-        if not (self.split_backward and weight.requires_grad):
-            whole: Tensor = _Gradients.apply(setting, sums, loss, x, weight, bias)
-            return whole
-        fixed = None if bias is None else bias.detach()
-        of_input = _Gradients.apply(setting, sums, loss, x, weight.detach(), fixed)
-        zeros = loss.new_zeros(()).expand(loss.shape)
-        return of_input + _Gradients.apply(setting, sums, zeros, x.detach(), weight, bias)
+            run = _Pass(self, x, weight, bias, scored, options)
+            gradients = _Gradients(run, wanted) if any(wanted) else None
+            loss = run.losses(run.loss_of if gradients is None else gradients.add)
+            total = torch.sum(loss.view(scored.targets.shape) * scored.mask)
+        if gradients is None:
+            return total
+        # A schedule that splits backward asks for the gradient of the input or for the others: each has a node.
+        of_input, *of_parameters = gradients.known
+        known: Tensor = _Known.apply(total, run.factor, [of_input], x) if wanted[0] else total
+        if any(wanted[1:]):
+            zero = torch.zeros_like(total)
+            known = known + _Known.apply(zero, run.factor, of_parameters, weight, bias)
+        return known
 
     @torch.no_grad()
-    def losses_and_likeliest(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
+    def summed_and_likeliest(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scored: Scored, options: CrossEntropyOptions
     ) -> tuple[Tensor, Tensor]:
-        """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
-        setting = _Setting(self, self._share(), options)
-        made = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
+        """`summed`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
+        run = _Pass(self, self._entered(x), weight, bias, scored, options)
+        values = torch.empty(run.ids.shape, device=x.device)
+        ids = torch.empty_like(run.ids)
+        loss = run.losses(partial(run.loss_and_likeliest_of, values, ids)).view(scored.targets.shape)
         share = vocabulary_share(self.vocab_size, self.group)
         if self.blocks.divide:
             share = replace(share, exchange=lambda of_rank: self.blocks.of_all_blocks(of_rank[None]))
-        likeliest = likeliest_of_ranks(*made.likeliest, share)
-        return made.loss.view(targets.shape), likeliest.view(targets.shape)
+        return torch.sum(loss * scored.mask), likeliest_of_ranks(values, ids, share).view(loss.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
@@ -184,96 +200,92 @@ class ChunkedLoss:
             return x
         return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group, in_place=True)
 
-    def _share(self) -> VocabularyShare:
-        return vocabulary_share(self.vocab_size, self.group, self.blocks)
 
-
-@dataclass(frozen=True)
-class _Setting:
-    """What the forward and the backward of one call have in common."""
-
-    layer: ChunkedLoss
-    share: VocabularyShare
-    options: CrossEntropyOptions
-
-    def parts(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
-        """The chunks of a rank's rows; the last one includes the padding, which a rank without columns has at
-        least one row of."""
-        if self.layer.blocks.divide:
-            yield from self._blocks(weight, bias)
-            return
-        columns, rows = self.share.columns, weight.shape[0]
-        height = -(-columns // self.layer.chunks) or rows
-        if height >= _WIDE:
-            height = -(-height // _ALIGNED) * _ALIGNED
-        for start in range(0, max(columns, 1), height):
-            stop = start + height if start + height < columns else rows
-            here = slice(start, stop)
-            yield _Part(
-                rows=here,
-                weight=weight[here],
-                bias=None if bias is None else bias[here],
-                first=self.share.start + start,
-                columns=min(height, columns - start),
-            )
-
-    def _blocks(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
-        """The blocks of a rank's rows, without the padding, which differs between layouts."""
-        vocab_size, group = self.share.vocab_size, self.layer.group
-        first, _ = split_evenly(vocab_size, group.rank, group.size)
-        for start, stop in self.layer.blocks.bounds(vocab_size):
-            here = slice(start - first, stop - first)
-            yield _Part(
-                rows=here,
-                weight=aligned(weight[here]),
-                bias=None if bias is None else aligned(bias[here]),
-                first=start,
-                columns=stop - start,
-            )
-
-    def logits(self, tokens: Tensor, part: _Part) -> Tensor:
-        """Those of a chunk, [n, rows of the chunk]."""
-        logits = self.layer.products.output(tokens, part.weight, part.bias)
-        return logits if self.layer.soft_cap is None else soft_cap_(logits, self.layer.soft_cap)
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool) -> _Forward:
-        """The losses, and if wanted the likeliest tokens."""
-        tokens, ids = x.flatten(0, -2).to(weight.dtype), targets.contiguous().view(-1)
-        partial_sums, bounds = [], []
-        best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
-        for part in self.parts(weight, bias):
-            logits = self.logits(tokens, part)
-            columns = {"start": part.first, "columns": part.columns}
-            partial_sums.append(statistics(logits, ids, share=self.share, options=self.options, **columns))
-            bounds.append((part.first, part.first + part.columns))
-            if likeliest and part.columns:
-                best = _better(best, logits[:, : part.columns].float().max(-1), part.first)
-            del logits
-        vocab_size = self.share.vocab_size
-        local = torch.stack(partial_sums)
-        if not self.layer.blocks.divide:  # the exchange merges those of all blocks
-            local = merged(local, ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
-        loss, sums = losses(local, ids, share=self.share, options=self.options)
-        return _Forward(loss, sums, best)
-
-
-class _Forward(NamedTuple):
-    """What a forward computes for n tokens.
+class _Pass:
+    """One call: its operands, and the loss of one chunk of the tokens.
 
     Attributes:
-        loss: per token, [n] fp32.
-        sums: what backward needs.
-        likeliest: this rank's largest logit of each token and its id, [n] each; only computed if wanted.
+        x: the input, [n, h].
+        ids: the targets, [n].
+        token_weights: the gradients of the tokens' losses, [n] fp32.
+        factor: of them, fp32 scalar, not 0.
+        parts: of a rank's rows of the weight: all of them, or with blocks those of each.
+        height: of a chunk, in tokens.
     """
 
-    loss: Tensor
-    sums: SoftmaxSums
-    likeliest: tuple[Tensor, Tensor]
+    def __init__(
+        self, layer: ChunkedLoss, x: Tensor, weight: Tensor, bias: Tensor | None, scored: Scored,
+        options: CrossEntropyOptions,
+    ) -> None:  # fmt: skip
+        self.layer, self.options, self.weight, self.bias = layer, options, weight.detach(), bias
+        self.share = vocabulary_share(layer.vocab_size, layer.group, layer.blocks)
+        self.x, self.ids = x.detach().flatten(0, -2), scored.targets.contiguous().view(-1)
+        factor = scored.factor.flatten()[0].float()
+        self.factor = torch.where(factor == 0.0, 1.0, factor)
+        self.token_weights = scored.mask.reshape(-1).float() * self.factor
+        self.parts = list(self._parts())
+        tokens = len(self.ids)
+        height = -(-tokens // layer.chunks)
+        self.height = height if height < _LONG else -(-height // _ALIGNED) * _ALIGNED
+
+    def _parts(self) -> Iterator[_Part]:
+        """All rows of the weight, padding included; or those of each block, without the padding, which differs between
+        layouts."""
+        blocks, share, weight, bias = self.layer.blocks, self.share, self.weight, self.bias
+        if not blocks.divide:
+            yield _Part(slice(0, len(weight)), weight, bias, share.start, share.columns)
+            return
+        first, _ = split_evenly(share.vocab_size, self.layer.group.rank, self.layer.group.size)
+        for start, stop in blocks.bounds(share.vocab_size):
+            here = slice(start - first, stop - first)
+            shift = None if bias is None else aligned(bias[here])
+            yield _Part(here, aligned(weight[here]), shift, start, stop - start)
+
+    def losses(self, loss_of: Callable[[slice], Tensor]) -> Tensor:
+        """The loss of each token, [n] fp32, by a function of a chunk's tokens."""
+        loss = torch.empty(len(self.ids), device=self.x.device)
+        for start in range(0, len(self.ids), self.height):
+            rows = slice(start, start + self.height)
+            loss[rows] = loss_of(rows)
+        return loss
+
+    def tokens(self, rows: slice) -> Tensor:
+        """Those rows of the input, in the dtype of the weight."""
+        return aligned(self.x[rows].to(self.weight.dtype))
+
+    def logits(self, tokens: Tensor) -> list[Tensor]:
+        """Of a chunk, [n, rows] for each part."""
+        layer = self.layer
+        logits = [layer.products.output(tokens, part.weight, part.bias) for part in self.parts]
+        return logits if layer.soft_cap is None else [soft_cap_(each, layer.soft_cap) for each in logits]
+
+    def loss_and_sums(self, logits: list[Tensor], rows: slice) -> tuple[Tensor, SoftmaxSums]:
+        """The losses of a chunk from its logits, and what their gradient needs."""
+        ids, share, options = self.ids[rows], self.share, self.options
+        local = [
+            statistics(each, ids, share=share, start=part.first, columns=part.columns, options=options)
+            for each, part in zip(logits, self.parts, strict=True)
+        ]
+        return losses(torch.stack(local) if self.layer.blocks.divide else local[0], ids, share=share, options=options)
+
+    def loss_of(self, rows: slice) -> Tensor:
+        """The losses of a chunk."""
+        return self.loss_and_sums(self.logits(self.tokens(rows)), rows)[0]
+
+    def loss_and_likeliest_of(self, values: Tensor, ids: Tensor, rows: slice) -> Tensor:
+        """The losses of a chunk; this rank's largest logits and their ids are written to the rows of `values` and
+        `ids`."""
+        logits = self.logits(self.tokens(rows))
+        best = values[rows].fill_(-torch.inf), ids[rows].zero_()
+        for each, part in zip(logits, self.parts, strict=True):
+            if part.columns:
+                best = _better(best, each[:, : part.columns].float().max(-1), part.first)
+        values[rows], ids[rows] = best
+        return self.loss_and_sums(logits, rows)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A chunk: its rows of the weight, padding included, and their token ids."""
+class _Part(NamedTuple):
+    """Rows of the weight that one product reads, padding included, and their token ids."""
 
     rows: slice
     weight: Tensor
@@ -288,55 +300,85 @@ def _better(best: tuple[Tensor, Tensor], largest: Any, first: int) -> tuple[Tens
     return torch.where(later, largest.values, best[0]), torch.where(later, largest.indices + first, best[1])
 
 
-class _Gradients(torch.autograd.Function):
-    """Passes the loss through; backward computes the logits again, and the gradients of those of input, weight and bias
-    that need one."""
+class _Gradients:
+    """The gradients of an output layer, to which every chunk adds.
+
+    Args:
+        run: whose they are.
+        wanted: whether that of the input is, of the weight, of the bias.
+
+    Attributes:
+        known: those of input, weight and bias; None: not wanted. With several chunks the last two are sums in fp32.
+    """
+
+    def __init__(self, run: _Pass, wanted: Sequence[bool]) -> None:
+        self.run = run
+        own, device = run.weight.dtype, run.x.device
+        summed = torch.promote_types(own, torch.float32) if run.height < len(run.x) else own
+        self._multiplied = own if adds_in_fp32(device, own) else summed  # the dtype of the weight gradient's factors
+        make = torch.zeros_like if run.layer.blocks.divide else torch.empty_like  # blocks leave the padding out
+        likes = (run.x, run.x.dtype), (run.weight, summed), (run.bias, summed)
+        self.known = [
+            make(like, dtype=dtype) if needs and like is not None else None
+            for (like, dtype), needs in zip(likes, wanted, strict=True)
+        ]
+
+    def add(self, rows: slice) -> Tensor:
+        """The losses of a chunk, whose gradients are added."""
+        run, layer, has_terms = self.run, self.run.layer, rows.start > 0
+        of_input, of_weight, of_bias = self.known
+        tokens = run.tokens(rows)
+        logits = run.logits(tokens)
+        loss, sums = run.loss_and_sums(logits, rows)
+        gradient_of = GradientOfLogits(run.token_weights[rows], sums, share=run.share, options=run.options)
+        terms = []
+        for part, grad in zip(run.parts, logits, strict=True):
+            slope = None if layer.soft_cap is None else soft_cap_slope(grad, layer.soft_cap)
+            gradient_of.write_(grad, start=part.first, columns=part.columns)
+            if slope is not None:
+                grad.mul_(slope)
+            if of_input is not None:
+                term = layer.products.input_gradient(grad, part.weight)
+                terms.append(term.float() if layer.blocks.divide else term)
+            if of_weight is not None:
+                total, factors = of_weight[part.rows], (grad.to(self._multiplied), tokens.to(self._multiplied))
+                layer.products.add_weight_gradient(total, *factors, has_terms=has_terms)
+            if of_bias is not None:
+                of_bias[part.rows] = grad.sum(0) + of_bias[part.rows] if has_terms else grad.sum(0)
+        if of_input is not None:
+            of_input[rows] = tree_sum(terms)
+        return loss
+
+
+class _Known(torch.autograd.Function):
+    """The loss as it is, whose gradients are known for the factor that was expected. Backward hands them on, times the
+    factor that comes over the expected one: 1, but for a caller who does more with the loss."""
 
     @staticmethod
-    def forward(
-        ctx: Any, setting: _Setting, sums: SoftmaxSums, loss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, sums.targets, sums.peak, sums.total, sums.log_z)
-        ctx.setting, ctx.sum = setting, gradient_sum(weight)
+    def forward(ctx: Any, loss: Tensor, expected: Tensor, known: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
+        ctx.expected, ctx.known, ctx.sums = expected, known, list(map(gradient_sum, inputs))
+        ctx.likes = [None if each is None else (each.shape, each.dtype) for each in inputs]
         return loss.view_as(loss)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, *sums = ctx.saved_tensors
-        setting: _Setting = ctx.setting
-        products, tokens = setting.layer.products, x.flatten(0, -2).to(weight.dtype)
-        soft_cap = setting.layer.soft_cap
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
-        gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
-        blocks = setting.layer.blocks
-        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x and not blocks.divide else None
-        terms = list[Tensor]()
-        added = ctx.sum if wants_weight else None
-        total, has_terms = (None, False) if added is None else added.buffer()
-        empty = torch.zeros_like if blocks.divide else torch.empty_like  # blocks leave the padding out
-        grad_weight = empty(weight) if wants_weight and total is None else None
-        grad_bias = empty(bias) if wants_bias else None
-        for part in setting.parts(weight, bias):
-            logits = setting.logits(tokens, part)
-            slope = None if soft_cap is None else soft_cap_slope(logits, soft_cap)
-            gradient_of.write_(logits, start=part.first, columns=part.columns)
-            if slope is not None:
-                logits.mul_(slope)
-            if grad_x is not None:
-                products.add_input_gradient(grad_x, logits, part.weight)
-            elif wants_x:
-                terms.append(products.input_gradient(logits, part.weight).float())
-            if grad_weight is not None:
-                grad_weight[part.rows] = products.weight_gradient(logits, tokens)
-            if total is not None:
-                products.add_weight_gradient(total[part.rows], logits, tokens, has_terms=has_terms)
-            if grad_bias is not None:
-                grad_bias[part.rows] = logits.sum(0)
-            del logits, slope
-        if added is not None:
-            added.added()
-        if terms:
-            grad_x = tree_sum(terms)
-        grad_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
-        return None, None, None, grad_x, grad_weight, grad_bias
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.known:
+            raise RuntimeError("the loss of an output layer has one backward: its gradients were computed in forward")
+        factor, given = grad / ctx.expected, list[Tensor | None]()
+        for total, like in zip(ctx.sums, ctx.likes, strict=True):
+            gradient = ctx.known.pop(0)  # whose memory is free once it is handed on
+            if gradient is None:
+                given.append(None)
+            elif total is None:
+                shape, dtype = like
+                given.append(gradient.mul_(factor).view(shape).to(dtype))
+            else:
+                buffer, has_terms = total.buffer()
+                if has_terms:
+                    torch.addcmul(buffer, gradient, factor, out=buffer)
+                else:
+                    torch.mul(gradient, factor, out=buffer)
+                total.added()
+                given.append(None)
+        return None, None, None, *given

@@ -95,7 +95,12 @@ class TorchProducts(Products):
             super().add_input_gradient(total, grad, weight)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
-        torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
+        if total.dtype != x.dtype:
+            torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
+        elif has_terms:
+            torch.addmm(total, grad.t(), x, out=total)
+        else:
+            torch.mm(grad.t(), x, out=total)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) if gradient_sum(weight) is None else super().linear(x, weight, bias)

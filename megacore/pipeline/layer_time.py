@@ -11,7 +11,6 @@ from __future__ import annotations
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.logits import loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.flops import Attention, block_flops
 from megacore.models.outline import ModelLayer
@@ -40,8 +39,7 @@ def layer_seconds(config: ResolvedConfig, layer: ModelLayer) -> float:
     if layer.name == "embedding":
         return 3.0 * tokens * e * config.model.hidden_size / bandwidth + sums
     logits = LOGIT_PASSES * e * config.model.vocab_size / bandwidth
-    products = (4.0 if loss_chunks(config) > 1 else 3.0) * layer.flops / flops_per_second
-    return tokens / t * (products + logits) + sums
+    return tokens / t * (3.0 * layer.flops / flops_per_second + logits) + sums
 
 
 def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_second: float, bandwidth: float) -> float:

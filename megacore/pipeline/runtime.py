@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -52,8 +53,8 @@ class PipelineTask(Protocol):
     def first_input(self, microbatch: Any) -> Any:
         """The input of the model's first layer: a tensor or a tuple of tensors."""
 
-    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
-        """What the model's last layer gets beside the output of the layer before it."""
+    def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
+        """What the model's last layer gets beside the output of the layer before it; `weight` is that of its loss."""
 
     def loss(self, output: Any, microbatch: Any) -> Tensor:
         """The summed loss of the last layer's output, or several sums."""
@@ -70,8 +71,8 @@ class LossWeight(Protocol):
 
     def value(self) -> Tensor:
         """One over the global batch's count of each loss term, times the fp16 loss scale; fp32, of the shape of the
-        loss or a scalar. The runtime calls this as late as possible, so that the reduction of the counts overlaps with
-        the first forward."""
+        loss or a scalar. It is called as late as possible, so that the reduction of the counts overlaps with the first
+        forward."""
 
 
 class GradientSink(Protocol):
@@ -303,8 +304,9 @@ class _Run:
         task.streams.microbatch = microbatch.index
         watched = phase(Phase.FORWARD, stage=action.stage, microbatch=action.microbatch)
         with watched, runtime.timer.measure(action):
-            y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
-            if action.stage == runtime.last_stage:
+            is_last = action.stage == runtime.last_stage
+            y = stage(x, partial(task.last_inputs, self.loss_weight, microbatch) if is_last else tuple)
+            if is_last:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
                 if self.loss_weight is not None and y.shape != task.loss_shape:  # that of the gradient
                     raise ValueError(f"the loss has the shape {tuple(y.shape)}, and its task says {task.loss_shape}")

@@ -3,7 +3,7 @@ tensors that stages exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,17 +97,17 @@ class Stage(nn.Module):
             self.layers.append(layer)
             yield layer
 
-    def forward(self, x: Any, last_inputs: tuple[Tensor, ...] = ()) -> Any:
+    def forward(self, x: Any, last_inputs: Callable[[], tuple[Tensor, ...]] = tuple) -> Any:
         """The output of the last layer for the input of the first.
 
         Args:
             x: a tensor or a tuple of tensors, as is what comes out.
-            last_inputs: follow what the last layer gets from the layer before it.
+            last_inputs: gives what follows the last layer's input from the layer before it, and is called before it.
         """
         self.first_outputs = ()
         for index in range(len(self.layers)):
-            if last_inputs and index == len(self.layers) - 1:
-                x = (*tensors_of(x), *last_inputs)
+            if index == len(self.layers) - 1 and (more := last_inputs()):
+                x = (*tensors_of(x), *more)
             x = self.run_layer(index, x)
             if not self.first_outputs and torch.is_grad_enabled():
                 self.first_outputs = tuple(

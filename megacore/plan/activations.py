@@ -10,9 +10,10 @@ from __future__ import annotations
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.logits import logits_bytes, loss_chunks
+from megacore.config.logits import head_has_loss, logits_bytes, loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
+from megacore.models.size import vocabulary_rows
 from megacore.plan.once import once_per
 from megacore.plan.state import expert_share
 
@@ -76,16 +77,18 @@ def layer_bytes(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool, agai
 
 @once_per("layers")
 def head_bytes(config: ResolvedConfig) -> float:
-    """What the head keeps: its input with its norm, and the logits, unless it computes them in chunks."""
-    return 2 * residual_bytes(config) + (logits_bytes(config) if loss_chunks(config) == 1 else 0.0)
+    """What the head keeps: its input with its norm and the logits; where it has the loss, the gradients of that input
+    and, in fp32, of the weight instead."""
+    if not head_has_loss(config):
+        return 2 * residual_bytes(config) + logits_bytes(config)
+    rows = vocabulary_rows(config.model, _layer_ranks(config))
+    return 2 * residual_bytes(config) + 4.0 * rows * config.model.hidden_size
 
 
 @once_per("layers")
 def passing_logits(config: ResolvedConfig) -> float:
-    """The chunk of the logits that exists for a moment, with the fp32 sum of the gradients of the head's input."""
-    if (chunks := loss_chunks(config)) == 1:
-        return 0.0
-    return logits_bytes(config) / chunks + 4.0 * _tokens(config) * config.model.hidden_size
+    """The chunk of the logits that exists for a moment where the head has the loss."""
+    return logits_bytes(config) / loss_chunks(config) if head_has_loss(config) else 0.0
 
 
 @once_per("layers")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.logits import loss_chunks
+from megacore.config.logits import head_has_loss
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices, vocabulary_rows
@@ -331,8 +331,9 @@ def _edge_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed) -> Pas
     if speed.software.copies_logits:
         of_logit = e + 4.0 * _COPY_FORWARD, e + 4.0 * _COPY_BACKWARD
     forward, backward = (product + Parts(memory=speed.memory(size * tokens * rows)) for size in of_logit)
-    again = product if loss_chunks(config) > 1 else Parts()
-    return Passes(forward + exposed[0], backward + again + exposed[1], product)
+    if head_has_loss(config) and not speed.software.copies_logits:
+        return Passes(forward + backward + product + exposed[0], exposed[1])
+    return Passes(forward + exposed[0], backward + exposed[1], product)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,10 +116,10 @@ class BertTask(TransformerTask):
     def _losses(
         self, tokens: Tensor, pairs: Sequence[Tensor], microbatch: BertBatch, options: CrossEntropyOptions | None
     ) -> Tensor:
-        """Sums from the tokens' logits, or their losses where the head has them, and from the pairs' logits, if any."""
+        """Sums from the tokens' logits, or their loss where the head has it, and from the pairs' logits, if any."""
         labels, mask = microbatch.sentence_labels, microbatch.loss_mask
         if self.head_has_loss:
-            sums = [self.counted_once(torch.sum(tokens * mask))]
+            sums = [self.counted_once(tokens)]
         else:
             loss_sum = self.compiled_loss or summed_cross_entropy
             sums = [loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]

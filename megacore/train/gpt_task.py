@@ -90,8 +90,7 @@ class GPTTask(TransformerTask):
         return (microbatch.tokens, *(known[name] for name in self.beside))
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """Logits [b, s, padded V/t], or the losses [b, s] where the head has them -> summed cross-entropy, scalar
-        fp32."""
+        """Logits [b, s, padded V/t], or the loss where the head has it -> summed cross-entropy, scalar fp32."""
         return self._cross_entropy(output, microbatch, self.options)
 
     def evaluation_loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -108,7 +107,7 @@ class GPTTask(TransformerTask):
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         if self.head_has_loss:
-            return self.counted_once(torch.sum(output * microbatch.loss_mask))
+            return self.counted_once(output)
         labels, mask = microbatch.labels, microbatch.loss_mask
         if self.compiled_loss is not None:
             return self.compiled_loss(output, labels, mask, options=options, share=self.share)

@@ -21,9 +21,10 @@ from megacore.models.spec import LayerSpec
 from megacore.ops import summed_cross_entropy
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.compiled import alias, compile_function
-from megacore.parallel.loss import vocabulary_share
+from megacore.parallel.loss import Scored, vocabulary_share
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,9 +92,14 @@ class Task(ABC):
     def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
         """Specs of the tensors that stage number `stage` receives, which is not the first; equal on every rank."""
 
-    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
-        """What the model's last layer gets beside the output of the layer before it: the labels, where it computes the
-        loss with its output."""
+    def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
+        """What the model's last layer gets beside the output of the layer before it: what it computes the loss from,
+        where it does.
+
+        Args:
+            weight: what backward will multiply the loss by; None: there is no backward, or another weight.
+            microbatch: that is computed.
+        """
         return ()
 
     @abstractmethod
@@ -175,6 +181,10 @@ class TransformerTask(Task):
         canonical blocks, with the gradient of x on all of them, as each computes some blocks of the vocabulary."""
         return x if not self.blocks.divide or self.blocks.sequence.group.is_first else x - x.detach()
 
-    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
-        """The labels [b, s], where the head computes the loss."""
-        return (microbatch.labels,) if self.head_has_loss else ()
+    def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
+        """Those of `Scored`, where the head computes the loss."""
+        if not self.head_has_loss:
+            return ()
+        labels = microbatch.labels
+        factor = torch.ones((), device=labels.device) if weight is None else weight.value()
+        return Scored(labels, microbatch.loss_mask, factor)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
     with _masks(layout):
         for microbatch in microbatches:
             steps.task.streams.microbatch = microbatch.index
-            output = stage(steps.task.first_input(microbatch), steps.task.last_inputs(microbatch))
+            output = stage(steps.task.first_input(microbatch), partial(steps.task.last_inputs, None, microbatch))
             loss = (_plain_loss(steps, output, microbatch) * per_count).sum()
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=True):

@@ -28,7 +28,7 @@ from megacore.models.gpt import GPTHead
 from megacore.models.outline import outline
 from megacore.ops import cross_entropy
 from megacore.parallel.host_memory import AvailableMemory
-from megacore.parallel.loss import vocabulary_share
+from megacore.parallel.loss import Scored, vocabulary_share
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
 from megacore.plan import fit
@@ -338,7 +338,7 @@ def peak_of_head(rank: int, world_size: int, chunks: list[int]) -> list[int]:
         if count == 1:
             losses = cross_entropy(head(x), labels, share=vocabulary_share(VOCABULARY), options=context.loss_options)
         else:
-            losses = head((x, labels))
+            losses = head((x, *Scored(labels, torch.ones_like(labels), torch.ones((), device=device))))
         losses.sum().backward()
         found.append(torch.accelerator.max_memory_allocated(device) - before)
         del head, x, losses
@@ -346,7 +346,7 @@ def peak_of_head(rank: int, world_size: int, chunks: list[int]) -> list[int]:
 
 
 def test_a_head_in_chunks_holds_one_chunk_of_the_logits() -> None:
-    """At a vocabulary of 128,000; besides a chunk, the weight's gradient and a chunk of it that is copied there."""
+    """At a vocabulary of 128,000; besides a chunk, the weight's gradient, to which each chunk adds."""
     ((whole, four, sixteen),) = run_distributed(peak_of_head, 1, [1, 4, 16], backend="pretend", init=False)
     small = 16 * TOKENS * HIDDEN * 4
     assert whole >= LOGITS + WEIGHT

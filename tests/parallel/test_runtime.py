@@ -54,7 +54,7 @@ class Summed:
     def first_input(self, microbatch: Microbatch) -> Tensor:
         return microbatch.values
 
-    def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
+    def last_inputs(self, weight: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
         return ()
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:

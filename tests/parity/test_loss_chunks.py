@@ -1,4 +1,4 @@
-"""A head that computes logits and loss a chunk of the vocabulary at a time trains like one that holds all logits."""
+"""A head that computes loss and gradients a chunk of the tokens at a time trains like one that holds all logits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.ops import CrossEntropyOptions
-from megacore.parallel.loss import ChunkedLoss
+from megacore.parallel.loss import ChunkedLoss, Scored
 from megacore.parallel.mesh import ALONE, build_mesh
 from megacore.parallel.products import TORCH
 from tests.distributed import run_distributed
@@ -54,10 +55,10 @@ TOKENS, HIDDEN, VOCABULARY, ROWS = 24, 16, 131, 136
 
 
 def gradients(
-    chunks: int, dtype: torch.dtype, *, split: bool = False, biased: bool = True, options: CrossEntropyOptions
+    chunks: int, dtype: torch.dtype, *, factor: float = 1.0, biased: bool = True, options: CrossEntropyOptions
 ) -> list[Tensor]:
-    """Losses, and the gradients of input, weight and bias under unequal weights of the tokens; 0 chunks: of all
-    logits."""
+    """The loss, and the gradients of input, weight and bias under unequal weights of the tokens; 0 chunks: of all
+    logits. The gradient of the loss is 1.5, and `factor` what was expected."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((2, TOKENS // 2, HIDDEN), (ROWS, HIDDEN), (ROWS,))
     values = [torch.randn(shape, generator=generator).to(torch.bfloat16).to(dtype) for shape in shapes]
@@ -65,6 +66,7 @@ def gradients(
     given = bias if biased else None
     targets = torch.randint(0, VOCABULARY, (2, TOKENS // 2), generator=generator)
     targets[0, 3] = options.ignore_index
+    weights = torch.linspace(0.0, 2.0, TOKENS, dtype=torch.float64).view(2, -1)
     if chunks == 0:
         wide = torch.nn.functional.linear(x, weight, given)[..., :VOCABULARY]
         log_z = wide.logsumexp(-1)
@@ -72,28 +74,32 @@ def gradients(
         hit = wide.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         losses = log_z - (1 - smoothing) * hit - smoothing * wide.mean(-1) + options.z_loss * log_z.square()
         losses = losses.masked_fill(targets == options.ignore_index, 0.0)
+        loss = (losses * weights).sum()
     else:
         share: dict[str, Any] = {"group": ALONE, "sequence_parallel": False, "products": TORCH}
-        layer = ChunkedLoss(vocab_size=VOCABULARY, chunks=chunks, split_backward=split, **share)
-        losses = layer.losses(x, weight, given, targets, options)
-    factors = torch.linspace(0.5, 2.0, TOKENS, dtype=losses.dtype).view(2, -1)
-    (losses * factors).sum().backward()
-    return [losses.detach(), *(leaf.grad for leaf in (x, weight, bias)[: 3 if biased else 2] if leaf.grad is not None)]
+        layer = ChunkedLoss(vocab_size=VOCABULARY, chunks=chunks, **share)
+        loss = layer.summed(x, weight, given, Scored(targets, weights.float(), torch.tensor([factor])), options)
+    (loss * 1.5).backward()
+    return [loss.detach(), *(leaf.grad for leaf in (x, weight, bias)[: 3 if biased else 2] if leaf.grad is not None)]
 
 
 OPTIONS = [CrossEntropyOptions(), CrossEntropyOptions(label_smoothing=0.1, z_loss=1e-2, ignore_index=-1)]
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("factor", [1.5, 1024.0, 0.0], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothing"])
 @pytest.mark.parametrize("chunks", [1, 5, 200])
 def test_the_operator_is_a_linear_layer_and_cross_entropy(
-    chunks: int, options: CrossEntropyOptions, split: bool
+    chunks: int, options: CrossEntropyOptions, factor: float
 ) -> None:
+    """Whatever gradient of the loss was expected: the one that comes counts. Any chunks take three products."""
     expected = gradients(0, torch.float64, options=options)
-    for found, exact in zip(gradients(chunks, torch.float32, split=split, options=options), expected, strict=True):
+    with FlopCounterMode(display=False) as counter:
+        gradients_found = gradients(chunks, torch.float32, factor=factor, options=options)
+    assert counter.get_total_flops() == 3 * 2 * TOKENS * HIDDEN * ROWS
+    for found, exact in zip(gradients_found, expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
-        assert not found[VOCABULARY:].any(), "padding has a gradient"
+        assert found.dim() == 0 or not found[VOCABULARY:].any(), "padding has a gradient"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
