@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.ops import CrossEntropyOptions
+from megacore.parallel.canonical import ONE_BLOCK, Blocks
 from megacore.parallel.loss import ChunkedLoss, Scored
 from megacore.parallel.mesh import ALONE, build_mesh
 from megacore.parallel.products import TORCH
@@ -111,11 +112,11 @@ def test_sixteen_bits_in_chunks_are_as_exact_as_of_all_logits(dtype: torch.dtype
         assert error <= 1.1 * allowed + 1e-6
 
 
-def test_of_equal_logits_the_first_token_is_the_likeliest() -> None:
-    layer = ChunkedLoss(
-        vocab_size=9, chunks=4, group=ALONE, sequence_parallel=False, products=TORCH, split_backward=False
-    )
+@pytest.mark.parametrize("blocks", [ONE_BLOCK, Blocks(4)], ids=["whole", "blocks"])
+def test_of_equal_logits_the_first_token_is_the_likeliest(blocks: Blocks) -> None:
+    layer = ChunkedLoss(vocab_size=9, chunks=2, group=ALONE, sequence_parallel=False, products=TORCH, blocks=blocks)
     x, weight = torch.ones(1, 2, 4), torch.zeros(9, 4)
     weight[[3, 7]] = 1.0
-    _, likeliest = layer.losses_and_likeliest(x, weight, None, torch.zeros(1, 2, dtype=torch.int64), OPTIONS[0])
+    scored = Scored(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), torch.ones(()))
+    _, likeliest = layer.summed_and_likeliest(x, weight, None, scored, OPTIONS[0])
     assert likeliest.tolist() == [[3, 3]]
