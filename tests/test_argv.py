@@ -35,7 +35,7 @@ import pytest
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
-from megacore.config.spelling import OWNERS, negative, own_flag
+from megacore.config.spelling import OWNERS, PARAMETERS, negative, own_flag
 from tests.unit.refusals import proposals
 
 Row = dict[str, Any]
@@ -207,7 +207,10 @@ def refused_after(row: Row, change: dict[str, Any]) -> list[str]:
     changed = {**row, "plain": "", "ranks": values.pop("world_size", row["ranks"])}
     words = shlex.split(f"{row['plain']} {row['words']}")
     for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
+        # Optimizers have fields of their own for one parameter: that of the command line is meant.
+        fields = next((some for of in PARAMETERS.values() for some in of.values() if name in some), [name])
+        flags = [f"--{field.replace('_', '-')}" for field in [*fields, name]]
+        flag = next((one for one in flags if one in words), flags[-1])
         for first in [i for i, word in enumerate(words) if word.split("=")[0] == flag][::-1]:
             last = next((i for i in range(first + 1, len(words)) if words[i].startswith("--")), len(words))
             del words[first:last]

@@ -257,7 +257,7 @@ def _nearest(given: _Given, possible: set[Any]) -> list[Any]:
 # ---- what would fit --------------------------------------------------------------------------------------------------
 
 _MOST_RANKS = 4096
-_MOST_SEARCHED = 2000  # valid layouts of all searches for one way out, about a second
+_MOST_SEARCHED = 4_000  # valid layouts of all searches for one way out, about a second
 _NUMBERS = 3  # of ranks that are tried
 
 
