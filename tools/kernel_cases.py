@@ -7,8 +7,11 @@ between memory and the processors: each tensor of full size once for a read and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from megacore.kernels import (
     swiglu,
 )
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROWS = 16384  # of two sequences of 8,192: what there is one of a program weighs little beside them
 _NARROW_NORM = {
@@ -55,27 +59,14 @@ class Case:
     minimum: Mapping[str, int] = field(default_factory=dict)
 
 
-def cases() -> list[Case]:
-    """The shapes of common models."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise(), *_attentions(), *_experts()]
-
-
-def product() -> list[Case]:
-    """Every row kernel at widths 2,048 to 16,384, sequences of 2k to 32k and shards of 16k to 128k ids, in 16 bits."""
-    widths, both = (2048, 4096, 5120, 8192, 12288, 16384), (False, True)
-    norms = [
-        _norm(width, name, rms, residual=residual)
-        for width in widths for name in ("bf16", "fp16") for rms in both for residual in both
-    ]  # fmt: skip
-    softmaxes = [_softmax(sk, "bf16", causal=causal) for sk in (2048, 8192, 32768) for causal in (True, False)]
-    shards = [16384, 32768, 65536, 131072]
-    losses = [_cross_entropy(v, v, "bf16", smoothing=smoothing) for v in shards for smoothing in both]
-    activations = [
-        case
-        for w in widths
-        for case in (_gelu(w, "bf16"), _gelu(w, "bf16", biased=False), _swiglu(w, "bf16"), _dropout(w, "bf16"))
-    ]
-    return [*norms, *softmaxes, *losses, *activations]
+def cases(shapes: str = "common") -> list[Case]:
+    """The launches of a table of kernel_cases.toml: `common` or `product`."""
+    made = []
+    for kind, rows in _TABLES[shapes].items():
+        for row in rows:
+            among = (value if isinstance(value, list) else [value] for value in row.values())
+            made += [_KINDS[kind](**dict(zip(row, values, strict=True))) for values in itertools.product(*among)]
+    return made
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -88,27 +79,6 @@ def _times(size: int, **times: int) -> dict[str, int]:
 
 
 # ---- norms
-
-
-def _norms() -> Iterator[Case]:
-    for width in (768, 1024, 1280, 1600, 2048, 4096, 8192, 12288, 14336, 16384, 65536):
-        for name in DTYPES if width <= 1600 else ("bf16", "fp32"):  # all three at the presets' sizes
-            for rms in (False, True) if width in (768, 1024, 2048, 4096, 8192, 12288, 14336) else (False,):
-                yield _norm(width, name, rms)
-    for rms in (False, True):
-        yield _norm(8192, "bf16", rms, residual=True)
-    for name in DTYPES:  # of a head's queries and keys: 128 numbers of 16 bits are half a warp's 128-bit accesses
-        yield _norm(128, name, True, aligned=False)
-    # Either side of where a row is no longer kept in registers, backward and forward; 16 columns more are aligned too.
-    for width, names in ((4096, ("fp32",)), (8192, ("bf16",)), (16384, ("bf16", "fp32"))):
-        for size, name in ((size, name) for size in (width, width + 16) for name in names):
-            if (size, name) != (8192, "bf16"):
-                yield _norm(size, name, False, residual=True)
-    for width, name in ((width, name) for width in (1023, 1025, 2047, 2049, 8191, 8193) for name in ("bf16", "fp32")):
-        if width > 2000 or name == "fp32":
-            yield _norm(width, name, False, residual=True, aligned=False)
-    for width, name in ((8208, "fp32"), (1001, "bf16"), (2047, "fp32"), (65535, "fp32")):
-        yield _norm(width, name, False, aligned=width % 16 == 0)
 
 
 def _norm(width: int, name: str, rms: bool, *, residual: bool = False, aligned: bool = True) -> Case:
@@ -135,19 +105,6 @@ def _norm(width: int, name: str, rms: bool, *, residual: bool = False, aligned: 
 # ---- softmax and cross-entropy
 
 
-def _softmaxes() -> Iterator[Case]:
-    for sk in (1024, 2048, 4096, 16384, 131072):
-        for name in DTYPES if sk == 1024 else ("bf16", "fp32") if sk == 4096 else ("bf16",):
-            for causal in (True, False) if sk == 4096 else (True,):
-                yield _softmax(sk, name, causal=causal)
-    for sk, name in ((4096, "bf16"), (4096, "fp32"), (16384, "fp32"), (131072, "fp32")):
-        yield _softmax(sk, name, causal=True, window=1024)
-    # Either side of where a row is no longer kept in registers.
-    for sk, name in ((sk, name) for sk in (16384, 16400, 8191, 8193) for name in ("bf16", "fp32")):
-        if (sk, name) != (16384, "bf16"):
-            yield _softmax(sk, name, causal=True)
-
-
 def _softmax(sk: int, name: str, *, causal: bool, window: int | None = None) -> Case:
     x = _meta(1, 2, 64, sk, dtype=DTYPES[name])
     mask: dict[str, Any] = {"scale": 0.125, "causal": causal, "offset": sk - 64, "window": window}
@@ -161,19 +118,8 @@ def _softmax(sk: int, name: str, *, causal: bool, window: int | None = None) -> 
     )
 
 
-def _cross_entropies() -> Iterator[Case]:
-    for width, columns, name in (
-        (50304, 50257, "bf16"), (50304, 50257, "fp16"), (50304, 50257, "fp32"),
-        (128256, 128256, "bf16"), (16384, 16032, "bf16"), (30592, 30522, "bf16"), (30592, 30522, "fp16"),
-        (32000, 32000, "bf16"), (50368, 50257, "bf16"), (151936, 151936, "bf16"), (250880, 250880, "bf16"),
-        (50257, 50257, "bf16"),
-    ):  # fmt: skip
-        for smoothing in (False, True) if columns == 50257 else (False,):
-            yield _cross_entropy(width, columns, name, smoothing=smoothing)
-    yield from map(_merged_statistics, (2, 8))
-
-
-def _cross_entropy(width: int, columns: int, name: str, *, smoothing: bool) -> Case:
+def _cross_entropy(width: int, name: str, *, smoothing: bool, columns: int | None = None) -> Case:
+    columns = columns or width
     logits, targets = _meta(4096, width, dtype=DTYPES[name]), _meta(4096, dtype=torch.int64)
     token = _meta(4096, dtype=torch.float32)
     weights = (0.9, 1e-6) if smoothing else (1.0, 0.0)
@@ -207,33 +153,20 @@ def _merged_statistics(ranks: int) -> Case:
 # ---- elementwise
 
 
-def _elementwise() -> Iterator[Case]:
-    for name in DTYPES:
-        for width in (3072, 4096, 5120, 6400) if name == "fp16" else (3072, 4096, 5120, 6400, 14336):
-            yield _gelu(width, name)
-        for width in (3072, 4096):
-            yield _gelu(width, name, biased=False)
-        for heads, size in ((12, 64), (32, 64), (8, 128), (32, 128)):
-            yield from _rotary(heads, size, name)
-        for width in (3072, 8192, 14336):
-            yield _swiglu(width, name)
-        yield _dropout(4096, name)
-    # A thread has four elements: 64 bits of each 16-bit tensor, of which a warp's lie side by side.
-    yield _adamw("adamw, bf16 copy", torch.float32, narrow=3)
-    yield _adamw("adamw, bf16 copy and gradient", torch.bfloat16, narrow=4)
-
-
-def _rotary(heads: int, size: int, name: str) -> Iterator[Case]:
-    groups = heads // 4
-    x, packed = (_meta(2, 1024, n, size, dtype=DTYPES[name]) for n in (heads, 6 * groups))
-    angles = _meta(1024, size // 2, dtype=torch.float32)
-    yield Case(
+def _rotary(heads: int, size: int, name: str) -> Case:
+    x, angles = _meta(2, 1024, heads, size, dtype=DTYPES[name]), _meta(1024, size // 2, dtype=torch.float32)
+    return Case(
         name=f"rotary {heads} x {size} {name}",
         launch=lambda: rotary.rotate(x, angles, angles, backwards=False),
         narrow={"rotate": 2},  # cosine and sine, where a thread holds one of them
         minimum={"rotate": 2 * x.nbytes + 2 * angles.nbytes},
     )
-    yield Case(
+
+
+def _split_rotary(heads: int, size: int, name: str) -> Case:
+    groups = heads // 4
+    packed, angles = _meta(2, 1024, 6 * groups, size, dtype=DTYPES[name]), _meta(1024, size // 2, dtype=torch.float32)
+    return Case(
         name=f"split_rotary {heads} x {size} {name}",
         launch=lambda: rotary.join(*rotary.split(packed, angles, angles, groups=groups), angles, angles),
         narrow={"split": 2, "join": 2},
@@ -275,27 +208,21 @@ def _dropout(width: int, name: str) -> Case:
     )
 
 
-def _adamw(name: str, dtype: torch.dtype, *, narrow: int) -> Case:
-    flat, half, gradient = (_meta(1 << 20, dtype=kind) for kind in (torch.float32, torch.bfloat16, dtype))
+def _adamw(name: str, gradient: str, *, narrow: int) -> Case:
+    flat, half, grad = (_meta(1 << 20, dtype=DTYPES[kind]) for kind in ("fp32", "bf16", gradient))
     decays, factor = _meta(1 << 15, dtype=torch.uint8), _meta(1, dtype=torch.float32)
 
     def launch() -> None:
         adamw.step_(
-            flat, gradient, flat, flat, copy=half, decays=decays, group=32, factor=factor,
+            flat, grad, flat, flat, copy=half, decays=decays, group=32, factor=factor,
             keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
         )  # fmt: skip
 
-    moved = 6 * flat.nbytes + gradient.nbytes + half.nbytes + decays.nbytes + factor.nbytes  # weight and moments twice
+    moved = 6 * flat.nbytes + grad.nbytes + half.nbytes + decays.nbytes + factor.nbytes  # weight and moments twice
     return Case(name=name, launch=launch, narrow={"step": narrow}, minimum={"step": moved})
 
 
 # ---- attention and experts
-
-
-def _attentions() -> Iterator[Case]:
-    for size, name in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (64, "fp32")):
-        yield _attention(size, name, alibi=True)
-    yield _attention(128, "bf16", alibi=False)
 
 
 def _attention(size: int, name: str, *, alibi: bool) -> Case:
@@ -311,17 +238,6 @@ def _attention(size: int, name: str, *, alibi: bool) -> Case:
     # A row of a head fills less than a warp's accesses, and strides may be anything: no width of access is expected.
     mask = "alibi" if alibi else "documents, window"
     return Case(name=f"attention {size} {mask} {name}", launch=launch, aligned=False)
-
-
-def _experts() -> Iterator[Case]:
-    for experts, inputs, outputs, name in (
-        (8, 4096, 14336, "bf16"), (128, 2048, 768, "bf16"), (128, 2048, 768, "fp16"), (8, 1024, 1024, "fp32"),
-    ):  # fmt: skip
-        for gradients in (False, True):
-            yield _grouped(experts, inputs, outputs, name, gradients=gradients)
-    for width, chosen, name in ((2048, 8, "bf16"), (4096, 2, "bf16"), (4096, 2, "fp16"), (4096, 2, "fp32")):
-        for weighted in (True, False):
-            yield _permuted(width, chosen, name, weighted=weighted)
 
 
 def _grouped(experts: int, inputs: int, outputs: int, name: str, *, gradients: bool) -> Case:
@@ -358,3 +274,10 @@ def _permuted(width: int, chosen: int, name: str, *, weighted: bool) -> Case:
         narrow={"gather": 1, "combine": 2 * chosen, "spread": 3},  # where a row lies, and its weight
         minimum={"gather": once, "combine": once, "spread": both},
     )
+
+
+_KINDS: dict[str, Callable[..., Case]] = {
+    "norm": _norm, "softmax": _softmax, "cross_entropy": _cross_entropy, "merged_statistics": _merged_statistics,
+    "gelu": _gelu, "rotary": _rotary, "split_rotary": _split_rotary, "swiglu": _swiglu, "dropout": _dropout,
+    "adamw": _adamw, "attention": _attention, "grouped": _grouped, "permuted": _permuted,
+}  # fmt: skip

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tools.kernel_cases import Case, cases, product
+from tools.kernel_cases import Case, cases
 
 ARCHITECTURES = {90: "sm_90 (H100, H200)", 80: "sm_80 (A100)"}
 SHARED_LIMIT = {90: 232_448, 80: 166_912}
@@ -44,7 +44,6 @@ SHARED_LIMIT = {90: 232_448, 80: 166_912}
 # memory beside what it asks for.
 _REGISTERS, _REGISTERS_UNIT, _WARPS, _PROGRAMS, _SHARED_EXTRA = 65_536, 256, 64, 32, 1024
 _SURPLUS = 1.05  # bytes moved over bytes stated: what there is one of a row or a program
-SETS: Mapping[str, Callable[[], Sequence[Case]]] = {"common": cases, "product": product}
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -208,7 +207,7 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
     """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes."""
     chosen = [
         (i, architecture)
-        for i, case in enumerate(SETS[shapes]())
+        for i, case in enumerate(cases(shapes))
         if not only or any(part in case.name for part in only)
         for architecture in architectures
     ]
@@ -224,7 +223,7 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
 
 
 def _compile_numbered(shapes: str, number: int, architecture: int) -> list[tuple[dict[str, Any], bytes]]:
-    return compile_case(SETS[shapes]()[number], architecture)
+    return compile_case(cases(shapes)[number], architecture)
 
 
 def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, dict[str, int]]:
@@ -304,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
     architectures = [options.architecture] if options.architecture else list(ARCHITECTURES)
-    names = [case.name for case in SETS[options.shapes]()]
+    names = [case.name for case in cases(options.shapes)]
     if unknown := [part for part in options.only if not any(part in name for name in names)]:
         known = ", ".join(dict.fromkeys(name.split()[0] for name in names))
         parser.error(
