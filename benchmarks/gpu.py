@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -104,16 +105,8 @@ def report_of(outcomes: Sequence[Outcome], *, started: datetime, seconds: float,
         "small": options.small,
         "source": source(),
         "parts": [
-            {
-                "name": outcome.name,
-                "status": outcome.status,
-                "exit_status": outcome.exit_status,
-                "seconds": round(outcome.seconds, 1),
-                "limit_seconds": round(outcome.limit_seconds, 1),
-                "records": outcome.records,
-                "log_tail": outcome.log_tail,
-            }
-            for outcome in outcomes
+            asdict(one) | {"seconds": round(one.seconds, 1), "limit_seconds": round(one.limit_seconds, 1)}
+            for one in outcomes
         ],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.gpu_check.records import Record
@@ -19,7 +19,7 @@ _OF_TRAINING = (
     ("MFU, causal", "mfu_causal", ".1%"),
     ("s a step", "step_seconds", ".4f"),
 )
-_KERNEL_COLUMNS = ("megacore", "torch", "torch.compile", "liger")
+_OTHERS = ("torch", "torch.compile", "liger")
 
 
 def page(report: dict[str, Any]) -> str:
@@ -98,31 +98,33 @@ def _last_line(message: str) -> str:
     return lines[0].removeprefix("E").strip()[:200]
 
 
+def _section(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence[object]], below: str = "") -> str:
+    """A heading, a text and a table, and what stands below it; nothing where there is neither."""
+    rows = list(rows)
+    parts = [f"### {title}", text, table(head, rows), *([below] if below else [])]
+    return "\n\n".join(parts) if rows or below else ""
+
+
 def _training(runs: list[Record], synchronisations: list[Record]) -> str:
-    if not runs:
-        return ""
     waits = {(one["shape"], one["mode"]): one["per_step"] for one in synchronisations}
-    head = ("shape", "mode", *(name for name, _, _ in _OF_TRAINING), "host waits")
-    rows = [
+    rows = (
         (
             *(run["shape"], run["mode"], *(_number(run[key], form) for _, key, form in _OF_TRAINING)),
             _number(waits.get((run["shape"], run["mode"]))),
         )
         for run in runs
-    ]
+    )
     text = (
         "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
         "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: --compile."
     )
-    return f"### Training\n\n{text}\n\n{table(head, rows)}"
+    return _section("Training", text, ("shape", "mode", *(name for name, _, _ in _OF_TRAINING), "host waits"), rows)
 
 
 def _memory(runs: list[Record]) -> str:
-    if not runs:
-        return ""
-    kinds = list(runs[0]["state_bytes_counted"])
-    head = [f"{kind}, counted / planned" for kind in kinds]
-    head = ["shape", "mode", *head, "peak GiB, measured / estimated", "KiB a token beyond state"]
+    kinds = list(runs[0]["state_bytes_counted"]) if runs else []
+    head = ["shape", "mode", *(f"{kind}, counted / planned" for kind in kinds)]
+    head += ["peak GiB, measured / estimated", "KiB a token beyond state"]
     rows = []
     for run in runs:
         counted, predicted = run["state_bytes_counted"], run["state_bytes_predicted"]
@@ -130,26 +132,20 @@ def _memory(runs: list[Record]) -> str:
         pairs.append(f"{run['peak_bytes'] / 2**30:.2f} / {run['peak_bytes_predicted'] / 2**30:.2f}")
         beyond = run["beyond_state_bytes_per_token"]
         rows.append((run["shape"], run["mode"], *pairs, _number(None if beyond is None else beyond / 1024, ",.1f")))
-    text = "State in MiB. docs/guides/memory.md says how peaks are estimated."
-    return f"### Memory\n\n{text}\n\n{table(head, rows)}"
+    return _section("Memory", "State in MiB. docs/guides/memory.md says how peaks are estimated.", head, rows)
 
 
 def _profile(profile: Record) -> str:
-    head = ("operator", "calls", "ms", "share")
     text = f"### Where a step of {profile['shape']}, {profile['mode']}, goes"
     if profile["launches"]:
         text += f"\n\n{profile['launches']:,} kernels, {profile['device_ms']:,.1f} ms of device time."
     for kind in ("operators", "kernels"):
-        rows = [
-            (f"`{row['name']}`", str(row["calls"]), f"{row['ms']:.2f}", f"{row['share']:.1%}") for row in profile[kind]
-        ]
-        text += f"\n\n{table((kind.removesuffix('s'), *head[1:]), rows)}" if rows else ""
+        rows = [(f"`{row['name']}`", row["calls"], f"{row['ms']:.2f}", f"{row['share']:.1%}") for row in profile[kind]]
+        text += f"\n\n{table((kind.removesuffix('s'), 'calls', 'ms', 'share'), rows)}" if rows else ""
     return text
 
 
 def _kernels(figures: list[Record]) -> str:
-    if not figures:
-        return ""
     cells: dict[tuple[str, str], dict[str, Record]] = {}
     problems = []
     for figure in figures:
@@ -157,36 +153,30 @@ def _kernels(figures: list[Record]) -> str:
             cells.setdefault((figure["operator"], figure["direction"]), {})[figure["implementation"]] = figure
         elif figure["implementation"] != "liger" or not figure["error"].startswith("ModuleNotFoundError"):
             problems.append(f"- {figure['operator']}, {figure['implementation']}: {figure['error']}")
-    head = ("operator", "direction", "us", "GB/s", "of copy", *(f"times {other}" for other in _KERNEL_COLUMNS[1:]))
     rows = []
-    for (operator, direction), found in cells.items():
-        ours = found.get("megacore")
-        if ours is None:
-            continue
-        others = [
-            _number(None if other not in found else found[other]["seconds"] / ours["seconds"], ".2f")
-            for other in _KERNEL_COLUMNS[1:]
-        ]
-        rate, share = ours["bytes"] / ours["seconds"] / 1e9, ours["share_of_copy"]
-        rows.append((operator, direction, f"{ours['seconds'] * 1e6:.1f}", f"{rate:,.0f}", f"{share:.0%}", *others))
+    for names, found in cells.items():
+        if ours := found.get("megacore"):
+            seconds = (found[other]["seconds"] if other in found else None for other in _OTHERS)
+            times = (_number(taken and taken / ours["seconds"], ".2f") for taken in seconds)
+            rate = ours["bytes"] / ours["seconds"] / 1e9
+            rows.append(
+                (*names, f"{ours['seconds'] * 1e6:.1f}", f"{rate:,.0f}", f"{ours['share_of_copy']:.0%}", *times)
+            )
+    head = ("operator", "direction", "us", "GB/s", "of copy", *(f"times {other}" for other in _OTHERS))
     text = "bf16. Speed over that of the others: above 1 this project's kernel is faster."
-    return "\n\n".join(["### Kernels", text, table(head, rows), *(["\n".join(problems)] if problems else [])])
+    return _section("Kernels", text, head, rows, "\n".join(problems))
 
 
 def _checkpoint(runs: list[Record]) -> str:
-    head = ("", "here", "torch.save, torch.load", "torch.distributed.checkpoint")
     text = ""
     for run in runs:
         seconds, size = run["seconds"], run["bytes"] / 1e9
-        rows = [
-            (f"{act}, GB/s", *(_rate(size, seconds.get(f"{act}_{who}")) for who in ("ours", "torch", "dcp")))
-            for act in ("save", "load")
-        ]
+        rows = []
+        for act in ("save", "load"):
+            taken = (seconds.get(f"{act}_{who}") for who in ("ours", "torch", "dcp"))
+            rows.append((f"{act}, GB/s", *(_number(one and size / one, ".2f") for one in taken)))
         share = seconds["stall"] / seconds["save_ours"]
         stall = f"`--async-save` stalls for {seconds['stall']:.3f} s, {share:.1%} of a save."
-        text += f"### Checkpoints\n\n{size:.2f} GB of training state on the device.\n\n{table(head, rows)}\n\n{stall}"
+        head = ("", "here", "torch.save, torch.load", "torch.distributed.checkpoint")
+        text += _section("Checkpoints", f"{size:.2f} GB of training state on the device.", head, rows, stall)
     return text
-
-
-def _rate(amount: float, seconds: float | None) -> str:
-    return _number(None if seconds is None else amount / seconds, ".2f")
