@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, ResolvedConfig, WatchConfig
-from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
+from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption, TrainingStopped
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.observe.replay import Replay
@@ -27,17 +27,22 @@ from megacore.ops.fp8 import Quantised, quantise
 from megacore.parallel import fp8
 from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.heartbeat import Channel, Current
 from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.pipeline.transport import Send, Transport
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
 from megacore.train.launch import launch
 from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
+from megacore.watch.ledger import Ledger
+from megacore.watch.same_operations import Difference, first_difference, odd_ones
 from megacore.zero.local_segments import LocalSegment
 from tests.distributed import run_distributed
 from tests.parallel.test_engine import engine_of
 from tests.parity.runs import Layout, bitwise, make_config, make_trainer, train_on
+from tests.unit.watch_records import identity
 
 # ---- the hash
 
@@ -502,3 +507,64 @@ def test_an_engine_that_is_made_differently_on_one_rank_is_refused() -> None:
             f"  - rank {odd} (pp 0, dp {odd}, tp 0): {text.format(others=f'ranks {one}, {other}')}\n"
         )
         assert len(said.splitlines()) == 2, said
+
+
+# ---- operations of other sizes ---------------------------------------------------------------------------------------
+
+GROUP, PAIR = Channel((0, 1, 2)), Channel((1, 0), is_message=True)
+
+
+class Shortened(Transport):
+    """Sends half of each tensor in one call."""
+
+    calls = 0
+
+    def post(self, transfers: Sequence[Any]) -> Any:
+        sends = any(isinstance(transfer, Send) for transfer in transfers)
+        self.calls += sends
+        if sends and self.calls == 14:
+            transfers = [
+                dataclasses.replace(one, tensors=tuple(t.flatten()[: t.numel() // 2] for t in one.tensors))
+                if isinstance(one, Send)
+                else one
+                for one in transfers
+            ]
+        return super().post(transfers)
+
+
+def train(rank: int, world_size: int, output_dir: str, at: int) -> str:
+    config = make_config((1, 2, 1), output_dir, num_layers=2, train_iters=6)
+    degrees = {"pp": 2, "dp": 1, "tp": 1}
+    Current.heartbeat = Ledger(Path(output_dir), identity(rank, world_size, pid=os.getpid(), degrees=degrees))
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    if rank == at:
+        trainer.model.runtime.transport.__class__ = Shortened
+    with pytest.raises(TrainingStopped) as raised:
+        trainer.run()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_short_message_is_noticed_in_its_step_and_its_sender_named(at: int, tmp_path: Path) -> None:
+    said = run_distributed(train, 2, str(tmp_path), at)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"ranks communicate with different sizes in step 4: operation 14 from rank {at} to rank ")
+    assert f"; rank {at} (pp {at}, dp 0, tp 0) left what it does in every step" in said[0]
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_who_differs_is_the_one_that_changed_or_a_minority() -> None:
+    same, other = [(1, "all-reduce", 8), (2, "all-reduce", 16)], [(1, "all-reduce", 8), (2, "all-reduce", 24)]
+    found = first_difference([{GROUP: same}, {GROUP: other}, {GROUP: same}])
+    assert found == Difference(
+        GROUP, 2, {0: "all-reduce of 16 bytes", 1: "all-reduce of 24 bytes", 2: "all-reduce of 16 bytes"}
+    )
+    assert found.in_words() == (
+        "operation 2 of ranks 0 to 2 (ranks 0, 2: all-reduce of 16 bytes, rank 1: all-reduce of 24 bytes)"
+    )
+    assert odd_ones(found.posted, []) == ([1], "differs from the others")
+    assert odd_ones(found.posted, [0])[0] == [0]
+    assert odd_ones({0: "a", 1: "b"}, [])[0] == odd_ones({0: "a", 1: "b"}, [0, 1])[0] == []
+    assert first_difference([{GROUP: same}, {GROUP: same[1:]}, {GROUP: same}]) is None  # older ones are forgotten
+    missing = first_difference([{PAIR: [(1, "message", 4)]}, {PAIR: [(1, "message", 4), (2, "message", 4)]}])
+    assert missing == Difference(PAIR, 2, {1: "message of 4 bytes", 0: "none"})

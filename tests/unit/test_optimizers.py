@@ -1,10 +1,11 @@
-"""Every optimizer against torch.optim or its paper's formula, in fp64, for twenty steps on one process."""
+"""Every optimizer against torch.optim or its paper's formula, in fp64, for twenty steps on one process; updates and schedules."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,22 @@ import torch
 from torch import Tensor
 
 from megacore import config
-from megacore.config import OptimizerSettings
+from megacore.commands.lr_range import PICTURE, TABLE
+from megacore.commands.pretrain_gpt import train
+from megacore.config import OptimizerConfig, OptimizerSettings
+from megacore.config.rampup import BatchSizes, Ramp
+from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
+from megacore.optim.optimizer import scale_gradients
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.optim.update import SquareSum, clip_factor, totals
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.data_parallel import DataParallel
+from megacore.zero.layout import FlatLayout, assign_buckets
 from megacore.zero.options import ZeroOptions
 from tests.parity.runs import make_config
+from tests.unit.refusals import GOOD, parse
+from tools import draw_lr
 
 STEPS, LR, DECAY = 20, 1e-2, 0.1
 SHAPES = {
@@ -229,3 +239,264 @@ def test_adafactor_takes_the_same_steps_from_gradients_in_16_bits() -> None:
 def test_every_optimizer_is_compared() -> None:
     elsewhere = {config.OneBitAdamConfig, config.OneBitLambConfig}  # tests/parity/test_precision.py
     assert {type(settings) for settings, _ in CASES.values()} == set(OPTIMIZER_CLASSES) - elsewhere
+
+
+# ---- groups, clipping and updates ------------------------------------------------------------------------------------
+
+ALONE = Mesh(device=torch.device("cpu"))
+
+
+def rate(step: int, **changes: object) -> float:
+    return learning_rate(step, OptimizerConfig(lr=0.1, min_lr=0.01, **changes), train_iters=1000)  # type: ignore[arg-type]
+
+
+def parameter(*shape: int, name: str = "p") -> ShardedParameter:
+    return ShardedParameter(torch.zeros(shape), ShardSpec(name=name, shape=shape))
+
+
+MIDDLE = 0.01 + 0.09 * 0.5 * (1 + math.cos(math.pi / 4))
+
+
+@pytest.mark.parametrize(
+    "style, step, expected",
+    [("linear", 550, 0.055), ("linear", 1000, 0.01), ("linear", 5000, 0.01), ("cosine", 550, 0.055),
+     ("cosine", 325, MIDDLE), ("cosine", 1000, 0.01), ("constant", 999, 0.1), ("inverse-square-root", 400, 0.05),
+     ("inverse-square-root", 100_000_000, 0.01)],
+)  # fmt: skip
+def test_decay_by_hand(style: str, step: int, expected: float) -> None:
+    assert rate(step, lr_decay_style=style, lr_warmup_iters=100) == pytest.approx(expected)
+
+
+def test_rates_of_the_first_steps() -> None:
+    assert rate(4, lr_decay_style="inverse-square-root") == pytest.approx(0.05), "no warm-up is as long as one step"
+    assert rate(10, lr_warmup_style="log", lr_warmup_iters=100) == pytest.approx(0.05)
+
+
+EXPONENTIAL, ROOT = 0.01 + 0.09 * (2 / math.sqrt(2) - 1), 0.01 + 0.09 * (1 - math.sqrt(0.5))
+
+
+@pytest.mark.parametrize(
+    "style, half", [("linear", 0.055), ("cosine", 0.055), ("exponential", EXPONENTIAL), ("minus_sqrt", ROOT)]
+)
+def test_wsd_holds_then_decays(style: str, half: float) -> None:
+    changes = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 200, "lr_wsd_decay_style": style, "lr_warmup_iters": 100}
+    found = [rate(step, **changes) for step in (100, 800, 900, 1000)]
+    assert found == pytest.approx([0.1, 0.1, half, 0.01])
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3_000_001])
+def test_square_sum_is_that_of_double_precision(size: int) -> None:
+    values, found = torch.randn(size, generator=torch.Generator().manual_seed(size)), SquareSum()
+    expected = 4 * values.double().square().sum().item()
+    found.add(values.clone())
+    found.add(values, weight=3)
+    values.zero_()
+    assert float(found.value()) == pytest.approx(expected, rel=3e-7)
+    assert SquareSum().value() == 0.0
+
+
+class Layer(torch.nn.Module):
+    """A matrix and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(3, 4, name="w"), parameter(5, name="b")
+
+
+def data_parallel(layer: Layer) -> DataParallel:
+    return DataParallel([[layer]], ALONE, options=ZeroOptions(), bucket_bytes=1 << 20)
+
+
+def test_norm_and_clipping_are_torchs() -> None:
+    layer, theirs = Layer(), [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(5))]
+    segments = data_parallel(layer).segments
+    for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
+        other.grad = torch.randn(other.shape)
+        mine.grad = other.grad.clone()
+    norm = totals(segments, ALONE).norm
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.3)
+    scale_gradients([owned.gradient for owned in segments if owned.gradient is not None], clip_factor(norm, 0.3))
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_loss_that_is_not_finite_poisons_the_norm_and_votes_travel_with_it() -> None:
+    for poison in (math.inf, math.nan):
+        assert not totals([], ALONE, loss=poison).norm.isfinite()
+        assert not totals([], ALONE, overflow=poison).norm.isfinite()
+    loss = torch.tensor([math.nan, 2.0])
+    found = totals([], ALONE, loss=loss, votes=[0, 1, 3]).to_host()
+    assert found.votes.tolist() == [0, 1, 3]
+    assert found.loss.isfinite().tolist() == [False, True]
+    assert totals([], ALONE, loss=1.0, votes=[0, 1, 3]).norm == 0.0
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 7], [100, 1, 1, 50], [95 * 95] * 3])
+def test_shards_hold_every_element_exactly_once(sizes: list[int], shards: int) -> None:
+    layout = FlatLayout([parameter(n, name=str(i)) for i, n in enumerate(sizes)], shards)
+    assert layout.size == layout.shard_size * shards
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(sizes))}
+    for shard in range(shards):
+        for segment in layout.segments(shard):
+            assert 0 <= segment.shard_slice.start < segment.shard_slice.stop <= layout.shard_size
+            flat = layout.slice_of(segment.name).start + segment.start
+            assert shard * layout.shard_size + segment.offset == flat
+            found[segment.name] += range(segment.start, segment.stop)
+    assert [found[str(i)] for i in range(len(sizes))] == [list(range(n)) for n in sizes]
+
+
+@pytest.mark.parametrize("limit, sizes", [(1, [1] * 6), (80, [2, 2, 2]), (1000, [6])])
+def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, sizes: list[int]) -> None:
+    parameters = [parameter(10, name=str(i)) for i in range(6)]  # 40 bytes each
+    buckets = assign_buckets(parameters, {"replicas": limit})
+    assert [len(bucket) for bucket in buckets] == sizes
+    assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
+
+
+def test_the_mean_loss_has_the_count_of_each_sum() -> None:
+    """As of BERT's two losses, whose counts differ."""
+    sums, per_count = torch.tensor([6.0, 4.0]), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    assert totals([], ALONE, loss=sums, per_count=per_count).mean == 4.0
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+TOTAL = 40
+
+
+def rates(**changes: Any) -> list[float]:
+    config = OptimizerConfig(lr=0.1, **{"min_lr": 0.0, **changes})
+    return [learning_rate(step, config, train_iters=TOTAL) for step in range(1, TOTAL + 1)]
+
+
+def torchs_rates(scheduler: Any, **options: Any) -> tuple[list[float], list[float]]:
+    """The rates and momenta that a scheduler of torch gives to SGD."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.95)
+    schedule = scheduler(optimizer, **options)
+    found = []
+    for _ in range(TOTAL):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        schedule.step()
+    return [rate for rate, _ in found], [value for _, value in found]
+
+
+@pytest.mark.parametrize(("style", "theirs"), [("cosine", "cos"), ("linear", "linear")])
+def test_1cycle_is_torchs_with_its_momentum(style: str, theirs: str) -> None:
+    options: dict[str, Any] = {"max_lr": 0.1, "total_steps": TOTAL + 1, "pct_start": 12 / (TOTAL + 1)}
+    options |= {"final_div_factor": 1e9, "anneal_strategy": theirs}
+    # torch ends one step later than it counts: its last of T steps is number T - 1 from 0.
+    expected, momenta = torchs_rates(torch.optim.lr_scheduler.OneCycleLR, **options, max_momentum=0.95)
+    changes: dict[str, Any] = {"lr_decay_style": "1cycle", "lr_warmup_iters": 12, "lr_cycle_style": style}
+    changes["lr_decay_iters"] = TOTAL + 1
+    assert rates(**changes) == pytest.approx(expected, rel=1e-6, abs=1e-11)
+    config = OptimizerConfig(lr=0.1, **changes)
+    found = [momentum(step, config, usual=0.95, train_iters=TOTAL) for step in range(1, TOTAL + 1)]
+    assert found == pytest.approx(momenta, rel=1e-9)
+
+
+@pytest.mark.parametrize(("factor", "warmup"), [(1, 0), (2, 0), (2, 5)])
+def test_restarts_are_torchs(factor: int, warmup: int) -> None:
+    options = {"T_0": 6, "T_mult": factor, "eta_min": 0.01}
+    expected, _ = torchs_rates(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, **options)
+    changes: dict[str, Any] = {"lr_decay_style": "cosine-restarts", "lr_restart_iters": 6, "min_lr": 0.01}
+    found = rates(**changes, lr_restart_factor=float(factor), lr_warmup_iters=warmup)
+    begin = max(warmup, 1)  # the first update of ours is number 1, that of torch number 0
+    assert found[begin - 1 : -1] == pytest.approx(expected[begin - warmup : TOTAL - warmup][: TOTAL - begin], rel=1e-9)
+    assert found[-1] == 0.01
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 8])
+def test_a_step_has_the_rate_of_megatrons_next_step(style: str, warmup: int) -> None:
+    """Megatron-LM's rate depends on the steps before the one that it is for (docs/guides/coming-from-megatron.md)."""
+    shape = {"linear": lambda x: 1 - x, "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x))}[style]
+    theirs = [0.01 + (0.1 - 0.01) * before / warmup for before in range(warmup)]
+    theirs += [0.1 * shape((before - warmup) / (TOTAL - warmup)) for before in range(warmup, TOTAL + 1)]
+    first = {"lr_warmup_init": 0.01} if warmup else {}
+    ours = rates(lr_decay_style=style, lr_warmup_iters=warmup, **first)
+    assert ours == pytest.approx(theirs[1:])
+    assert theirs[0] == pytest.approx(0.01 if warmup else 0.1)
+
+
+def test_polynomial_is_torchs() -> None:
+    expected, _ = torchs_rates(torch.optim.lr_scheduler.PolynomialLR, total_iters=TOTAL, power=3.0)
+    assert rates(lr_decay_style="polynomial", lr_decay_power=3.0)[:-1] == pytest.approx(expected[1:], rel=1e-9)
+
+
+LINEAR, COSINE = 0.02 + 0.28 / TOTAL, 0.02 + 0.28 * 0.5 * (1 - math.cos(math.pi / TOTAL))
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [("constant", [0.1, 0.1, 0.1]), ("linear", [LINEAR, 0.16, 0.3]), ("cosine", [COSINE, 0.16, 0.3])],
+)
+def test_weight_decay_changes_over_the_run(style: str, expected: list[float]) -> None:
+    ends = {} if style == "constant" else {"start_weight_decay": 0.02, "end_weight_decay": 0.3}
+    config = OptimizerConfig(weight_decay=0.1, weight_decay_incr_style=style, **ends)  # type: ignore[arg-type]
+    assert [weight_decay(step, config, train_iters=TOTAL) for step in (1, TOTAL // 2, TOTAL)] == pytest.approx(expected)
+
+
+def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate for each step, also of a ramp of the batch."""
+    changes: dict[str, Any] = {"lr_range_test": True, "lr_range_test_start": 1e-4, "lr": 10.0, "num_layers": 1}
+    changes["rampup_batch_size"] = ("4", "4", "8")
+    config = make_config((1, 1, 1), tmp_path, **changes, lr_warmup_iters=0, train_iters=60)
+    train(config, Mesh(device=torch.device("cpu")))  # as the entry point does
+    rows = (tmp_path / TABLE).read_text(encoding="utf-8").splitlines()[1:]
+    expected = [1e-4 * 1e5 ** (i / 59) for i in range(len(rows))]
+    assert [float(row.split(",")[0]) for row in rows] == pytest.approx(expected)
+    assert 10 < len(rows) < 60, "the loss diverges before the last rate"
+    assert "<line" in (tmp_path / PICTURE).read_text(encoding="utf-8")
+    assert "range test: the loss falls fastest at a learning rate of" in capsys.readouterr().out
+
+
+def test_a_picture_has_every_value_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--train-iters 50 --lr-warmup-iters 15 --lr-decay-style 1cycle --tp 2 --weight-decay-incr-style linear"
+    more = "--start-weight-decay 0 --end-weight-decay 0.1"
+    assert draw_lr.main([*flags.split(), *more.split(), "-o", str(tmp_path / "a.svg")]) == 0
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert all(f">{title}<" in text for title in ("learning rate", "weight decay", "momentum"))
+    assert text.count("<line") >= 3 * 49
+    (tmp_path / "config.toml").write_text("[training]\ntrain_iters = 3\n[optimizer]\nlr = 0.25\n", encoding="utf-8")
+    for words, rate in (("--train-iters 3 --lr 0.5", "0.5"), (str(tmp_path), "0.25")):  # by flags, or of a run
+        capsys.readouterr()
+        assert draw_lr.main([*words.split(), "--lr-decay-style", "constant"]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [f"{step:9d}{rate:>15}" for step in (1, 2, 3)]
+    assert draw_lr.main(["--train-iters", "2147483647"]) == 0  # only what is shown is computed
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["2147483647", "3e-05"]
+    assert draw_lr.main(["--lr", "0.5"]) == 2
+    assert "--train-iters is missing" in capsys.readouterr().err
+    assert parse(*GOOD).optimizer.lr_decay_style == "cosine"
+
+
+# ---- ramps of the batch ----------------------------------------------------------------------------------------------
+
+RAMPS = [(1536, 16, 16, 5_859_375), (2048, 192, 16, 9_765_625), (64, 8, 8, 1000), (16, 4, 12, 7), (32, 32, 8, 100)]
+
+
+def reference(full: int, start: int, increment: int, samples: int, steps: int) -> list[int]:
+    """The sizes as Megatron-LM's calculator gives them from the samples consumed so far."""
+    increments, consumed, sizes = (full - start) // increment, 0, list[int]()
+    for _ in range(steps):
+        level = increments if consumed >= samples else consumed * increments // samples
+        sizes.append(start + level * increment)
+        consumed += sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize(("full", "start", "increment", "samples"), RAMPS)
+def test_sizes_follow_the_samples(full: int, start: int, increment: int, samples: int) -> None:
+    ramp = BatchSizes(full, Ramp(start, increment, samples))
+    steps = ramp.steps(samples) + 50
+    expected = reference(full, start, increment, samples, steps)
+    assert [ramp.of_step(step) for step in range(1, steps + 1)] == expected
+    assert expected[-1] == full
+    total = 0
+    for step, size in enumerate(expected, 1):
+        assert ramp.steps(total) == ramp.steps(total + size - 1) == step - 1
+        total += size
+        assert ramp.samples(step) == total
+    assert ramp.samples(0) == 0
