@@ -1,4 +1,4 @@
-"""Every optimizer against torch.optim or its paper's formula, in fp64, for twenty steps on one process; updates and schedules."""
+"""Every optimizer against torch.optim or its paper's formula in fp64, for twenty steps; updates, schedules."""
 
 from __future__ import annotations
 
