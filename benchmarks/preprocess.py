@@ -25,6 +25,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import cycle
@@ -49,27 +50,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.side:
-        workers = 1 if args.side == "one_worker" else args.workers
-        print(json.dumps(_timed((_pool if args.side == "pool" else _megacore)(args.folder, workers))))
-        return
     with tempfile.TemporaryDirectory() as folder:
         _compare(Path(folder), args)
 
 
 def _compare(folder: Path, args: argparse.Namespace) -> None:
-    corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
+    corpus = folder / "corpus.jsonl"
     size = _write_corpus(corpus, int(args.megabytes * 1e6)) / 1e6
-    _run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", args.vocab_size, "--output", tokenizer)
+    trained = ["--input", corpus, "--vocab-size", args.vocab_size, "--output", folder / "tokenizer"]
+    command = [sys.executable, "tools/train_tokenizer.py", *map(str, trained)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     print(f"{size:.1f} MB of text, vocabulary {args.vocab_size}, {args.workers} workers, {os.cpu_count()} cores")
 
     def measured(side: str) -> dict[str, float]:
-        result: dict[str, float] = json.loads(
-            _run(__file__, "--side", side, "--folder", folder, "--workers", args.workers)
-        )
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+            result = fresh.submit(_timed, side, folder, args.workers).result()
         rates = (f"{name} {taken:6.2f} s {size / taken:6.2f} MB/s" for name, taken in result.items())
         print(f"{side:<18} {'  '.join(rates)}", flush=True)
         return result
@@ -80,11 +76,6 @@ def _compare(folder: Path, args: argparse.Namespace) -> None:
             pairs = ([[one[name] for one in taken[of]] for of in (side, "megacore")] for name in ("wall", "cpu"))
             throughput, per_cpu = (ratio(*pair) for pair in pairs)
             print(f"megacore / {side}: {throughput} of its throughput, {per_cpu} per CPU second")
-
-
-def _run(*command: object) -> str:
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def _write_corpus(path: Path, size: int) -> int:
@@ -103,8 +94,9 @@ def _write_corpus(path: Path, size: int) -> int:
     raise AssertionError("there is a source")
 
 
-def _timed(work: Callable[[], None]) -> dict[str, float]:
-    """Wall-clock and CPU seconds of some work, its child processes included."""
+def _timed(side: str, folder: Path, workers: int) -> dict[str, float]:
+    """Wall-clock and CPU seconds of a side, its child processes included."""
+    work = (_pool if side == "pool" else _megacore)(folder, 1 if side == "one_worker" else workers)
 
     def cpu() -> float:
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
