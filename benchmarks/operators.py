@@ -46,7 +46,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.tracer.step_trace import FREE
 from tools import generated_pages as pages
 
-MICRO_BATCH, POSITIONS, VOCABULARY, RANKS = 2, 64, 1024, 8
+MICRO_BATCH, POSITIONS, HIDDEN, VOCABULARY, RANKS = 2, 64, 256, 1024, 8
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -100,12 +100,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def model_of(shape: str, tp: int, **sizes: int) -> ResolvedModel:
-    """A model of two blocks in the named shape, with other sizes than usual where they are given."""
-    usual = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 16, "vocab_size": VOCABULARY}
+def model_of(shape: str, tp: int) -> ResolvedModel:
+    """A model of two blocks in the named shape."""
     kind = LLAMA if shape == MIXTRAL else SHAPES[shape]
     config = Config(
-        model=ModelConfig(**{**usual, **kind, **sizes}),
+        model=ModelConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=16, vocab_size=VOCABULARY, **kind),
         experts=ExpertsConfig(num_experts=EXPERTS if shape == MIXTRAL else None, moe_router_topk=CHOSEN),
         parallel=ParallelConfig(tp=tp),
         data=DataConfig(seq_length=POSITIONS, mock_data=True),
@@ -136,9 +135,9 @@ def build(shape: str, tp: int, number: int, **options: Any) -> nn.Module:
     return layer
 
 
-def hidden_states(hidden_size: int = 256) -> Tensor:
+def hidden_states() -> Tensor:
     """What enters a layer."""
-    return torch.zeros(MICRO_BATCH, POSITIONS, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    return torch.zeros(MICRO_BATCH, POSITIONS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
 
 
 @contextmanager
