@@ -284,8 +284,8 @@ SHORT: Changes = {"seq_length": 256, "num_layers": 2}
 
 @dataclass(frozen=True)
 class Held:
-    """Of a second step: bytes that it keeps from forward to backward, its peak, and both by formula, beyond what is on
-    the device between steps; and the losses and norms of both steps."""
+    """Of a second step: bytes that it keeps from forward to backward beside the gradient of the head's weight, its
+    peak, and both by formula, beyond what is on the device between steps; and the losses and norms of both steps."""
 
     kept: int
     peak: int
@@ -335,7 +335,8 @@ def held(rank: int, world_size: int, directory: str, cases: list[Changes]) -> li
             numbers += [float(result.loss), float(result.grad_norm)]
         (planned,) = plan_memory(config, task.layers, on_cpu=False)
         in_backward = planned.activations + planned.working
-        found.append(Held(task.kept - before, peak, planned.activations, in_backward, numbers))
+        kept = task.kept - before - 4 * WORDS * config.model.hidden_size
+        found.append(Held(kept, peak, planned.activations, in_backward, numbers))
     return found
 
 
