@@ -106,6 +106,8 @@ def exchange(layer: nn.Module, name: str, recipe: str) -> None:
     """
     unit, unfit = RECIPES[recipe].weights[1] or _ALIGNED, list[str]()
     for path, parent in layer.named_modules():
+        if isinstance(parent, ColumnParallelLinear | RowParallelLinear):
+            continue  # its adapter is as narrow as its rank
         children = dict(parent.named_children())
         columns = [each for each, child in children.items() if isinstance(child, ColumnParallelLinear)]
         rows = [[each] for each, child in children.items() if isinstance(child, RowParallelLinear)]

@@ -45,6 +45,7 @@ from megacore.parallel.sequence import (
     gather_sequence,
     reduce_scatter_sequence,
     start_gather,
+    start_scatter,
 )
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
@@ -310,6 +311,10 @@ class _Gathered(_Copied):
     def gradients(
         self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
     ) -> Iterable[Tensor | None]:
+        if layers.frozen:  # no gradient reads the input
+            return start_scatter(layers.input_gradient(grads, weights), self.group).wait(), *layers.parameter_gradients(
+                x, grads
+            )
         gathering = start_gather(x, self.group)
         scattering = gathering.input_gradient(layers, grads, weights)
         gradients = layers.parameter_gradients(gathering.wait(), grads)
