@@ -9,8 +9,9 @@ import functools
 from collections import Counter
 from typing import Literal
 
-from megacore.config import ResolvedModel
+from megacore.config import LoraConfig, ResolvedModel
 from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
+from megacore.config.lora import adapter_parameters
 from megacore.models.size import active_parameters, attention_matrices, block_parameters, short_matrices
 
 CONVENTION = "model FLOPs, full attention"
@@ -22,6 +23,13 @@ def flops_per_sequence(config: ResolvedModel, seq_length: int, *, attention: Att
     blocks = blocks_of(config)
     forward = sum(number * block_flops(block, seq_length, attention=attention) for block, number in blocks)
     return 3.0 * seq_length * (forward + head_flops(config))
+
+
+def adapted_flops_per_sequence(config: ResolvedModel, seq_length: int, lora: LoraConfig) -> float:
+    """The same of a run that trains adapters: frozen weights have no gradient, which is a third of their operations."""
+    frozen = sum(number * block_flops(block, 0) for block, number in blocks_of(config)) + head_flops(config)
+    adapters = 6.0 * config.num_layers * adapter_parameters(lora, config, 1)
+    return flops_per_sequence(config, seq_length) + seq_length * (adapters - frozen)
 
 
 @functools.lru_cache(maxsize=16)

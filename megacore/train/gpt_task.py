@@ -14,7 +14,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.data import Microbatch, PackedMicrobatch, PaddedMicrobatch
 from megacore.layers.context import BuildContext
-from megacore.models.flops import flops_per_sequence
+from megacore.models.flops import adapted_flops_per_sequence, flops_per_sequence
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialBuffers, InitialWeights, RandomWeights
 from megacore.models.spec import DescribesLayers, with_adapters
@@ -103,7 +103,10 @@ class GPTTask(TransformerTask):
 
     def flops_per_sequence(self) -> float:
         """Operations of one sequence, forward and backward."""
-        return flops_per_sequence(self.config.model, self.config.data.seq_length)
+        model, length, lora = self.config.model, self.config.data.seq_length, self.config.lora
+        if lora.lora_rank is not None:
+            return adapted_flops_per_sequence(model, length, lora)
+        return flops_per_sequence(model, length)
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         if self.head_has_loss:

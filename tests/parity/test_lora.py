@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megacore.checkpoint.manifest import read_manifest, trained_model
@@ -62,7 +63,9 @@ def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
     trainer = make_trainer(config, Mesh(device=CPU))
     (chunk,) = trainer.model.chunks
     held = {name: p.spec.unpadded(p).detach().double() for name, p in chunk.by_name().items()}
-    found = outcome_of(trainer)
+    with FlopCounterMode(display=False) as counter:
+        found = outcome_of(trainer)
+    assert counter.get_total_flops() == pytest.approx(6 * 8 * trainer.task.flops_per_sequence(), rel=0.1)  # full: 1.5
     learn = {name: value.clone().requires_grad_() for name, value in held.items() if is_adapter(name)}
     assert learn.keys() == found.final.keys()
     names, heads = gpt2_names(2), config.model.num_attention_heads
