@@ -1,9 +1,6 @@
 """One AdamW step on flat buffers: 16 bytes read and 12 written a parameter, and 2 more for a 16-bit copy. Of a 16-bit
-gradient 2 bytes are read instead of 4.
-
-The gradient's factor (unscaling times clipping) is read from the device, and so is the decision to skip the step: no
-step waits for the host to know them.
-"""
+gradient 2 bytes are read instead of 4. The gradient's factor (unscaling times clipping) is read from the device, and so
+is the decision to skip the step: no step waits for the host to know them."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def step_(
         keep: 1 - lr * weight decay.
         rate: lr / (1 - beta1^t).
         betas: beta1 and beta2.
-        epsilon: added to the denominator.
         root_correction2: sqrt(1 - beta2^t).
     """
     count = parameter.numel()

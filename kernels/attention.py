@@ -229,22 +229,19 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
     causal: bool, reach: int | None, offset: int, in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(q k^T / sqrt(d) + ALiBi's term) v over what each query sees.
+    """softmax(q k^T / sqrt(d) + ALiBi's term) v over what each query sees. Returns [b, n, q, d], laid out as [b, q, n,
+    d], and the logarithms of the sums, [b, n, q] fp32.
 
     Args:
         query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
         key: [b, g, k, d]; likewise.
-        value: like key.
-        documents: [b, k], or [b, offset + q] if that is longer, int32 or int64, rows contiguous: of the positions from
-            that of the first key on; a query sees its own document.
+        documents: [b, k], or [b, offset + q] if that is longer, int32 or int64, rows contiguous: of the positions
+            from that of the first key on; a query sees its own document.
         slopes: [n] fp32.
         causal: no query sees a later key.
         reach: the distance from which a key is not seen.
         offset: position of the first query among the keys.
         in_fp32: whether the result is not rounded to query's type.
-
-    Returns:
-        [b, n, q, d], laid out as [b, q, n, d], and the logarithms of the sums, [b, n, q] fp32.
     """
     b, n, rows, d = query.shape
     out = query.new_empty((b, rows, n, d), dtype=torch.float32 if in_fp32 else query.dtype).transpose(1, 2)
@@ -268,17 +265,9 @@ def backward(
     """The gradients of queries, keys and values, laid out as `forward` lays out its result.
 
     Args:
-        d_out: like query.
         query: as for `forward`, as all that is not named here.
-        key: likewise.
-        value: likewise.
         logarithm: [b, n, q] fp32 contiguous: what `forward` returned for these queries.
         delta: [b, n, q] fp32 contiguous: the sum of d_out times the result.
-        documents: likewise.
-        slopes: likewise.
-        causal: likewise.
-        reach: likewise.
-        offset: likewise.
         in_fp32: whether gradients are not rounded to the type of what they are of.
     """
     b, n, rows, d = query.shape

@@ -17,10 +17,7 @@ def has_triton() -> bool:
 
 
 def triton_version() -> str:
-    """Return the version of the installed Triton.
-
-    Triton is published under several distribution names (a CUDA build, a ROCm build, nightlies), so the import name is
-    what decides, and the distribution that provides it gives the version.
-    """
+    """The installed version. Triton is published under several distribution names (a CUDA build, a ROCm build,
+    nightlies), so the import name decides, and the distribution that provides it gives the version."""
     providers = metadata.packages_distributions().get("triton", [])
     return metadata.version(providers[0]) if providers else "unknown"

@@ -121,18 +121,15 @@ def _backward(
 def statistics(
     logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
 ) -> Tensor:
-    """What a rank knows of each token's loss.
+    """What a rank knows of each token's loss. Returns [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted
+    sum of x - m.
 
     Args:
         logits: [tokens, width] contiguous; columns from `columns` on are padding.
         targets: [tokens] int64 contiguous.
         start: the id of the first column.
-        columns: true columns.
         ignore_index: the target of tokens that do not count.
         weights: of the target's logit in the loss, and of every logit (label smoothing; 0 for none).
-
-    Returns:
-        [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
     """
     assert logits.is_contiguous() and targets.is_contiguous()
     tokens, width = logits.shape
@@ -147,16 +144,13 @@ def statistics(
 
 
 def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: tuple[float, float]) -> Tensor:
-    """The statistics of all columns, from those of some.
+    """The statistics of all columns, from those of some. Returns [3, tokens] fp32.
 
     Args:
         parts: [parts, 3, tokens] fp32 contiguous, as `statistics` gives them.
         targets: [tokens] int64.
         bounds: start and stop of each part's ids, one after the other.
         weights: as in `statistics`.
-
-    Returns:
-        [3, tokens] fp32.
     """
     assert parts.is_contiguous() and targets.is_contiguous()
     tokens = targets.shape[0]
@@ -172,17 +166,13 @@ def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: 
 def losses(
     statistics: Tensor, targets: Tensor, *, vocab_size: int, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token from the statistics of all columns.
+    """The loss of each token from the statistics of all columns. Returns the losses, and log(Z), [tokens] fp32 each.
 
     Args:
         statistics: [3, tokens] fp32 contiguous.
-        targets: [tokens] int64.
-        vocab_size: of the whole vocabulary; other targets give NaN,
-        ignore_index: but this one 0.
+        targets: [tokens] int64; the loss of an ignored one is 0, and of one outside the vocabulary NaN.
+        vocab_size: of the whole vocabulary.
         z_loss: weight of log(Z)^2.
-
-    Returns:
-        The losses, and log(Z), [tokens] fp32 each.
     """
     assert statistics.is_contiguous() and targets.is_contiguous()
     tokens = targets.shape[0]
@@ -208,9 +198,6 @@ def gradient_(
         softmax_weight: [tokens] fp32, what exp(x - peak) is multiplied by.
         loss_weight: [tokens] fp32, the gradient of the token's loss.
         start: as in `statistics`, and so are the others.
-        columns: see start.
-        ignore_index: see start.
-        weights: see start.
     """
     assert all(x.is_contiguous() for x in (logits, targets, peak, softmax_weight, loss_weight))
     tokens, width = logits.shape

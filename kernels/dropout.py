@@ -56,7 +56,7 @@ def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
 
 
 def forward(x: Tensor, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
-    """residual + mask * x * scale.
+    """residual + mask * x * scale. Returns like x.
 
     Args:
         x: [..., h] contiguous.
@@ -64,9 +64,6 @@ def forward(x: Tensor, residual: Tensor, *, seed: int, threshold: int, scale: fl
         seed: 0 to 2^63 - 1.
         threshold: elements whose 32 random bits are below it are dropped.
         scale: what kept elements are multiplied by.
-
-    Returns:
-        Like x.
     """
     rows, width = rows_and_width(x)
     y = torch.empty_like(x)

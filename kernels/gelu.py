@@ -1,7 +1,5 @@
-"""GELU in its tanh form with the bias before it folded in; 0.5 (1 + tanh u) is computed as sigmoid(2 u).
-
-With a bias, backward adds up the bias gradient while it computes that of x, which nothing then reads for it.
-"""
+"""GELU in its tanh form with the bias before it folded in; 0.5 (1 + tanh u) is computed as sigmoid(2 u). With a bias,
+backward adds up the bias gradient while it computes that of x, which nothing then reads for it."""
 
 from __future__ import annotations
 
@@ -100,19 +98,9 @@ def backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def backward_biased(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and bias.
-
-    The rows are divided into shares. Each program adds up the bias gradient of its share and columns in registers; the
-    sums of the shares are then added in a fixed order.
-
-    Args:
-        dy: [..., f] contiguous.
-        x: [..., f] contiguous.
-        bias: [f].
-
-    Returns:
-        dx [..., f] and dbias [f], of x's dtype.
-    """
+    """The gradients of x and bias. The rows are divided into shares. Each program adds up the bias gradient of its
+    share and columns in registers; the sums of the shares are then added in a fixed order. `dy`: [..., f] contiguous.
+    `x`: [..., f] contiguous. `bias`: [f]. Returns dx [..., f] and dbias [f], of x's dtype."""
     rows, width = rows_and_width(x)
     dx = torch.empty_like(x)
     tiles = blocks_of(width, _COLUMNS)

@@ -94,15 +94,9 @@ def rows_of_tile(dtype: torch.dtype) -> int:
 
 
 def products(x: Tensor, weight: Tensor, tiles: Tensor, *, transposed: bool) -> Tensor:
-    """x W^T of each group, [r, i] and [E, o, i] -> [r, o]; or, `transposed`, x W, [r, o] -> [r, i].
-
-    Args:
-        x: contiguous.
-        weight: contiguous, of x's dtype.
-        tiles: [T, 3] int32 contiguous: of each tile its group, its first row, and the end of the group's rows; a tile
-            has `rows_of_tile` rows, or those that are left. Every row is in one of them.
-        transposed: see above.
-    """
+    """x W^T of each group, [r, i] and [E, o, i] -> [r, o]; or, `transposed`, x W, [r, o] -> [r, i]. `x`: contiguous.
+    `weight`: contiguous, of x's dtype. `tiles`: [T, 3] int32 contiguous: of each tile its group, its first row, and the
+    end of the group's rows; a tile has `rows_of_tile` rows, or those that are left. Every row is in one of them."""
     outputs, inputs = weight.shape[1:]
     width, depth = (inputs, outputs) if transposed else (outputs, inputs)
     y = x.new_empty(len(x), width)

@@ -1,8 +1,6 @@
-"""What starts kernels: the launch itself, how many programs a device runs at once, and block sizes.
-
-Loads of 16-bit numbers are widened to fp32 at once in every kernel (`.to(tl.float32)` on the load itself). That is what
-the sums need, and Triton's interpreter computes on the bit pattern of a bf16 tensor otherwise, silently wrong.
-"""
+"""What starts kernels: the launch itself, how many programs a device runs at once, and block sizes. Loads of 16-bit
+numbers are widened to fp32 at once in every kernel (`.to(tl.float32)` on the load itself). That is what the sums need,
+and Triton's interpreter computes on the bit pattern of a bf16 tensor otherwise, silently wrong."""
 
 from __future__ import annotations
 
@@ -44,10 +42,8 @@ class Kernel:
     backends. Values of `triton.knobs` are read when a key is first launched.
 
     A call passes tensors, None, ints and floats in the order of the parameters; then the constants by name, each always
-    of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`.
-
-    Args:
-        jit: what `triton.jit` makes of a function.
+    of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`. `jit`: what `triton.jit` makes of a
+    function.
     """
 
     def __init__(self, jit: Any) -> None:

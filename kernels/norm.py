@@ -171,7 +171,6 @@ def _backward(
 
 @triton.jit
 def _zeros(PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tuple of blocks."""
     parts = ()
     for _ in tl.static_range(PARTS):
         parts += (tl.zeros([BLOCK], tl.float32),)  # type: ignore[assignment]
@@ -299,7 +298,8 @@ def _backward_columns(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise each row.
+    """Normalise each row. Returns y [..., h]; x + residual as it was normalised (empty without residual); mean [rows]
+    fp32 (empty for RMSNorm); reciprocal deviation [rows] fp32.
 
     Args:
         x: [..., h] contiguous, of any number of rows.
@@ -307,11 +307,6 @@ def forward(
         weight: [h].
         bias: [h] or None.
         epsilon: added to the variance or mean square.
-        rms: RMSNorm, else LayerNorm.
-
-    Returns:
-        y [..., h]; x + residual as it was normalised (empty without residual); mean [rows] fp32 (empty for RMSNorm);
-        reciprocal deviation [rows] fp32.
     """
     rows, width = rows_and_width(x)
     y = torch.empty_like(x)
@@ -332,7 +327,7 @@ def forward(
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `forward`.
+    """Gradients of `forward`. Returns dx [..., h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
 
     Args:
         dy: [..., h] contiguous.
@@ -341,11 +336,6 @@ def backward(
         weight: [h].
         mean: [rows]; not read for RMSNorm.
         rstd: [rows].
-        rms: RMSNorm, else LayerNorm.
-        has_bias: whether dbias is wanted.
-
-    Returns:
-        dx [..., h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
     """
     rows, width = rows_and_width(x)
     dx = torch.empty_like(x)

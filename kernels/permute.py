@@ -1,7 +1,5 @@
 """Rows of tokens for each expert that they use, and back: a copy, and a weighted sum in fp32, without tensors between.
-
-Shape legend: t tokens, k choices of a token, r rows, of chosen pairs of a token and an expert, h width of a row.
-"""
+Shape legend: t tokens, k choices of a token, r rows, of chosen pairs of a token and an expert, h width of a row."""
 
 from __future__ import annotations
 
@@ -63,16 +61,8 @@ def _spread(
 
 
 def gather(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
-    """A row for each pair of a token and one of its k choices.
-
-    Args:
-        tokens: [t, h] contiguous.
-        order: [r] int64: which pair each row is; pair p is of token p // k.
-        chosen: k.
-
-    Returns:
-        [r, h]
-    """
+    """A row for each pair of a token and one of its k choices. `tokens`: [t, h] contiguous. `order`: [r] int64: which
+    pair each row is; pair p is of token p // k. `chosen`: k. Returns [r, h]."""
     assert tokens.is_contiguous() and order.is_contiguous()
     width = tokens.shape[1]
     rows = tokens.new_empty(len(order), width)
@@ -83,16 +73,13 @@ def gather(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
-    """The sum of each token's rows, or their weighted sum, in fp32 and in the order of its pairs.
+    """The sum of each token's rows, or their weighted sum, in fp32 and in the order of its pairs. Returns [t, h].
 
     Args:
         rows: [r, h] contiguous.
         positions: [t k] int64: the row of each pair; r where it has none.
         weights: [t, k] fp32 contiguous; None: all are 1.
         chosen: k.
-
-    Returns:
-        [t, h]
     """
     assert rows.is_contiguous() and positions.is_contiguous()
     width = rows.shape[1]

@@ -42,16 +42,13 @@ def _rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
-    """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle.
+    """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle. Returns like x.
 
     Args:
         x: [b, s, heads, d] contiguous.
         cos: [s, r/2] contiguous.
         sin: [s, r/2] contiguous.
         backwards: turn the other way, which is the gradient.
-
-    Returns:
-        Like x.
     """
     batch, positions, heads, size = x.shape
     half = cos.shape[1]
@@ -152,16 +149,14 @@ def _join(
 
 
 def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned as by `rotate`, and values, out of one tensor.
+    """Queries and keys turned as by `rotate`, and values, out of one tensor. Returns queries [b, s, groups * q, d],
+    keys and values [b, s, groups, d], contiguous.
 
     Args:
         packed: [b, s, groups * (q + 2), d] contiguous: of each group its q queries, its key, its value.
         cos: [s, r/2] contiguous.
         sin: [s, r/2] contiguous.
         groups: the number of keys, which is that of the values.
-
-    Returns:
-        Queries [b, s, groups * q, d], keys and values [b, s, groups, d], contiguous.
     """
     batch, positions, heads, size = packed.shape
     query = packed.new_empty((batch, positions, heads - 2 * groups, size))

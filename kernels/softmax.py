@@ -1,10 +1,10 @@
 """Softmax of attention scores with the scale and the masks folded in: one read and one write of the scores.
 
 A key is seen by a query if it is not later (causal, with any offset between the two) and within the window. What is not
-seen is not read: the load's mask is rounded to 16 columns, which keeps loads of 128 bits, and
-the exact condition is applied to what was loaded. Masked weights are exactly 0, and so is a row that sees nothing.
-Rows up to `ONE_BLOCK` stay in registers; longer ones are read twice, with a running maximum and sum (Milakov
-and Gimelshein 2018, arXiv 1805.02867).
+seen is not read: the load's mask is rounded to 16 columns, which keeps loads of 128 bits, and the exact condition is
+applied to what was loaded. Masked weights are exactly 0, and so is a row that sees nothing. Rows up to `ONE_BLOCK` stay
+in registers; longer ones are read twice, with a running maximum and sum (Milakov and Gimelshein 2018, arXiv
+1805.02867).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _CHUNK = 4096
 
 @triton.jit
 def _bounds(query, sk, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """First key that a query sees, and one past its last."""
     last = sk
     if CAUSAL:
         last = tl.maximum(tl.minimum(query + offset + 1, sk), 0)
@@ -150,18 +149,9 @@ def _backward_long(
 
 
 def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    """Attention weights of scores.
-
-    Args:
-        x: [b, heads, sq, sk] contiguous.
-        scale: positive, multiplies the scores.
-        causal: query i sees keys up to i + offset.
-        offset: see causal.
-        window: query i sees keys after i + offset - window alone; None: no such limit.
-
-    Returns:
-        Like x; rows sum to 1, or are 0 where nothing is seen.
-    """
+    """Attention weights of scores. `x`: [b, heads, sq, sk] contiguous. `causal`: query i sees keys up to i + offset.
+    `window`: query i sees keys after i + offset - window alone; None: no such limit. Returns like x; rows sum to 1, or
+    are 0 where nothing is seen."""
     _, _, sq, sk = x.shape
     y = torch.empty_like(x)
     if x.numel():
@@ -175,18 +165,13 @@ def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int |
 
 
 def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    """The scores' gradient.
+    """The scores' gradient. Returns like y; 0 where a key is not seen.
 
     Args:
         dy: like y, contiguous.
         y: [b, heads, sq, sk], what `forward` returned.
         scale: as in forward, and so are the others.
         causal: lets the kernel skip what is 0.
-        offset: see causal.
-        window: see causal.
-
-    Returns:
-        Like y; 0 where a key is not seen.
     """
     _, _, sq, sk = y.shape
     dx = torch.empty_like(y)

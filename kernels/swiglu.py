@@ -43,15 +43,8 @@ def _backward(
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up.
-
-    Args:
-        gate: [..., f]; rows may lie apart, as those of one half of a wider tensor do, all equally far.
-        up: [..., f]; likewise.
-
-    Returns:
-        [..., f] contiguous.
-    """
+    """silu(gate) * up. `gate`: [..., f]; rows may lie apart, as those of one half of a wider tensor do, all equally
+    far. `up`: [..., f]; likewise. Returns [..., f] contiguous."""
     rows, width = rows_and_width(gate)
     y = gate.new_empty(gate.shape)
     if y.numel():

@@ -1,9 +1,6 @@
 """Activations of the feed-forward layer: GELU, with the bias before it folded in or without, SwiGLU, GeGLU, squared
-ReLU.
-
-GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of Shazeer
-2020 (arXiv 2002.05202). Both keep only their inputs and compute the rest again in backward.
-"""
+ReLU. GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of
+Shazeer 2020 (arXiv 2002.05202). Both keep only their inputs and compute the rest again in backward."""
 
 from __future__ import annotations
 

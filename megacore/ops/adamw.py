@@ -27,20 +27,12 @@ DECAY_GROUP = 32
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
-    """The numbers of one step; a ValueError names one that is out of its range.
+    """The numbers of one step; a ValueError names one that is out of its range."""
 
-    Attributes:
-        step: its number, from 1.
-        lr: learning rate.
-        betas: decays of the means of gradients and of their squares.
-        epsilon: added to the denominator.
-        weight_decay: decoupled decay.
-    """
-
-    step: int
+    step: int  # its number, from 1
     lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)  # decays of the means of gradients and of their squares
+    epsilon: float = 1e-8  # added to the denominator
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,7 +84,6 @@ def _adamw_(
 
 
 def _by_element(decays: Tensor, parameter: Tensor, keep: float) -> Tensor:
-    """What each element is multiplied by."""
     factors = torch.where(decays != 0, keep, 1.0).to(parameter.dtype)
     return factors.repeat_interleave(DECAY_GROUP)[: parameter.numel()]
 
@@ -116,11 +107,11 @@ def adamw_(
         mean: [n] fp32, running mean of gradients.
         square: [n] fp32, running mean of squared gradients.
         update: the numbers of this step.
-        factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1. NaN skips the step:
-            nothing changes.
+        factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1. NaN skips the
+            step: nothing changes.
         copy: [n] fp16 or bf16, which receives the new parameters; None for none.
-        decays: [ceil(n / 32)] uint8, 1 for each 32 elements with weight decay and 0 for those without. None: all have
-            it.
+        decays: [ceil(n / 32)] uint8, 1 for each 32 elements with weight decay and 0 for those without. None: all
+            have it.
 
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.

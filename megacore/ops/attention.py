@@ -52,31 +52,18 @@ def resolved(implementation: Attention) -> Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What decides which of its kernels torch's fused operator runs: one layer's sizes on this rank, and its type.
-
-    Attributes:
-        heads: query heads.
-        groups: key and value heads.
-        head_size: dimensions of a head.
-        seq_length: positions.
-        dtype: of activations.
-        causal: whether no position sees a later one.
-        masked: whether documents, a window or ALiBi restrict it.
-        alibi: whether it is ALiBi.
-        dropout: probability on the weights.
-        capped: whether scores have a soft cap.
-    """
+    """What decides which of its kernels torch's fused operator runs: one layer's sizes on this rank, and its type."""
 
     heads: int
-    groups: int
-    head_size: int
+    groups: int  # key and value heads
+    head_size: int  # dimensions of a head
     seq_length: int
     dtype: torch.dtype
-    causal: bool = True
-    masked: bool = False
-    alibi: bool = False
-    dropout: float = 0.0
-    capped: bool = False
+    causal: bool = True  # whether no position sees a later one
+    masked: bool = False  # whether documents, a window or ALiBi restrict it
+    alibi: bool = False  # whether it is ALiBi
+    dropout: float = 0.0  # probability on the weights
+    capped: bool = False  # whether scores have a soft cap
 
 
 def attention_backend(device: torch.device, shape: AttentionShape) -> str:
@@ -140,8 +127,7 @@ class _Cache:
     torch.compile trace are not kept. Neither are tensors of inference mode, which autograd could not save later: that
     mode is left while a tensor is made.
 
-    Args:
-        kinds: the number of tensors to keep.
+    `kinds`: the number of tensors to keep.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -149,13 +135,8 @@ class _Cache:
         self._kept: dict[Hashable, tuple[Hashable, Tensor]] = {}  # kind -> shape, and the tensor; the oldest first
 
     def get(self, kind: Hashable, shape: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor of a kind, which must not be written to.
-
-        Args:
-            kind: of the layer.
-            shape: what else the tensor depends on, such as the length, dtype and device.
-            make: makes it.
-        """
+        """The tensor of a kind, which must not be written to. `shape`: what else the tensor depends on, such as the
+        length, dtype and device."""
         if torch.compiler.is_compiling() or type(torch.empty(0)) is not self._type:
             return make()
         if kind not in self._kept or self._kept[kind][0] != shape:
@@ -168,13 +149,9 @@ class _Cache:
 
 
 class Alibi:
-    """The term that ALiBi adds to scores: minus the distance, times the slope of the head.
-
-    It keeps the causal bias of the last sequence length, n x s x s numbers, which all layers share.
-
-    Args:
-        slopes: [n] fp32, of the heads that are computed here.
-    """
+    """The term that ALiBi adds to scores: minus the distance, times the slope of the head. It keeps the causal bias of
+    the last sequence length, n x s x s numbers, which all layers share. `slopes`: [n] fp32, of the heads that are
+    computed here."""
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = slopes
@@ -200,10 +177,8 @@ class Alibi:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes of all heads of a layer: a geometric series from 2^(-8/p) to 2^-8 for p heads, p a power of two.
-
-    Of the heads beyond the largest power of two, each takes every second slope of the series for twice as many.
-    """
+    """The slopes of all heads of a layer: a geometric series from 2^(-8/p) to 2^-8 for p heads, p a power of two. Of
+    the heads beyond the largest power of two, each takes every second slope of the series for twice as many."""
     power = 1 << (heads.bit_length() - 1)
 
     def series(count: int) -> list[float]:
@@ -232,8 +207,8 @@ def attention(
         view: who sees whom; its documents are int64 or int32. No position sees padding, whose result is 0.
         alibi: bias by distance.
         soft_cap: of the scores q k^T / sqrt(d), above 0; `sdpa` then computes attention in blocks.
-        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
-            from the CPU's where attention is computed in blocks.
+        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's
+            device, or from the CPU's where attention is computed in blocks.
         implementation: which one.
 
     Returns:
@@ -309,10 +284,8 @@ def _mixed_in_blocks(
 
 
 def visible(view: Visibility, length: int, device: torch.device) -> Tensor | None:
-    """Which keys a query sees, [1 or b, 1, s, s] bool; None where only causality decides, or nothing.
-
-    Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
-    """
+    """Which keys a query sees, [1 or b, 1, s, s] bool; None where only causality decides, or nothing. Padding sees
+    padding here, so that every query sees some key: the result of padding is set to 0 afterwards."""
     documents, near = view.documents, Visibility(causal=view.causal, window=view.window)
     if not view.restricts(length):
         return None
@@ -356,20 +329,16 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cau
 
 def _split_root(head_size: int) -> tuple[float, float]:
     """1 / sqrt(d) as a factor and a divisor: a power of two for the query, which loses no bits, and the rest, above 1/2
-    and at most 1, for the scores in fp32.
-
-    Products of unscaled queries leave fp16's range, which ends at 65,504, sqrt(d) times earlier than the scores do.
-    """
+    and at most 1, for the scores in fp32. Products of unscaled queries leave fp16's range, which ends at 65,504,
+    sqrt(d) times earlier than the scores do."""
     shrink = 2.0 ** -math.ceil(math.log2(head_size) / 2)
     return shrink, math.sqrt(head_size) * shrink
 
 
 def _dropped_mix(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """dropout(weights) @ value, [b, n, s, d].
-
-    In 16 bits the result is divided by 1 - dropout, not the weights: a weight of 1, as the first position has, would be
-    rounded to 1.109 in bf16 every time. fp32 rounds without a bias that matters.
-    """
+    """dropout(weights) @ value, [b, n, s, d]. In 16 bits the result is divided by 1 - dropout, not the weights: a
+    weight of 1, as the first position has, would be rounded to 1.109 in bf16 every time. fp32 rounds without a bias
+    that matters."""
     if dropout == 0.0:
         return weights @ value
     if weights.dtype == torch.float32:

@@ -41,23 +41,15 @@ _ALIBI_BLOCK = 128  # queries of a block of the fused operator where the bias di
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What decides the weights besides queries and keys.
+    """What decides the weights besides queries and keys."""
 
-    Attributes:
-        view: who sees whom.
-        slopes: [n] fp32, of ALiBi; None: scores do not fall with distance.
-        soft_cap: of the scores, before anything is added to them; None: there is none.
-        dropout: probability on the weights.
-        seeds: [blocks of queries, blocks of keys] int64 on the CPU: of each tile's dropout mask; None without dropout.
-        block: queries, and keys, of a tile.
-    """
-
-    view: Visibility
-    slopes: Tensor | None = None
-    soft_cap: float | None = None
-    dropout: float = 0.0
+    view: Visibility  # who sees whom
+    slopes: Tensor | None = None  # [n] fp32, of ALiBi; None: scores do not fall with distance
+    soft_cap: float | None = None  # of the scores, before anything is added to them; None: there is none
+    dropout: float = 0.0  # probability on the weights
+    # [blocks of queries, blocks of keys] int64 on the CPU: of each tile's dropout mask; None without dropout.
     seeds: Tensor | None = None
-    block: int = BLOCK
+    block: int = BLOCK  # queries, and keys, of a tile
 
     @property
     def flat(self) -> tuple[Tensor | float | None, ...]:
@@ -68,7 +60,7 @@ class Scene:
 
     @classmethod
     def of_flat(cls, documents: Any, slopes: Any, seeds: Any, causal: Any, window: Any, *numbers: Any) -> Scene:
-        """From what `flat` gives."""
+        """Undo `flat`."""
         view, (soft_cap, dropout, block) = Visibility(causal=causal, window=window, documents=documents), numbers
         return cls(view=view, slopes=slopes, seeds=seeds, soft_cap=soft_cap, dropout=dropout, block=block)
 
@@ -97,22 +89,15 @@ class Scene:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention of queries over some of the keys that they see: a softmax that is not divided by its sum yet.
+    """Attention of queries over some of the keys that they see: a softmax that is not divided by its sum yet. What an
+    operator returns that divides is one too: its result, the logarithm of its sum, and a sum of 1."""
 
-    What an operator returns that divides is one too: its result, the logarithm of its sum, and a sum of 1.
-
-    Attributes:
-        out: [b, n, q, d]: the sum of the values times exp(score - highest), over these keys.
-        highest: [b, n, q] fp32: what was taken from the scores; the lowest finite number where a query sees no key.
-        total: [b, n, q] fp32: the sum of exp(score - highest); 0 where it sees none.
-    """
-
-    out: Tensor
+    out: Tensor  # [b, n, q, d]: the sum of the values times exp(score - highest), over these keys
+    # [b, n, q] fp32: what was taken from the scores; the lowest finite number where a query sees no key.
     highest: Tensor
-    total: Tensor
+    total: Tensor  # [b, n, q] fp32: the sum of exp(score - highest); 0 where it sees none
 
     def merged(self, other: Partial) -> Partial:
-        """Attention over both sets of keys."""
         highest = torch.maximum(self.highest, other.highest)
         mine, others = ((x.highest - highest).exp() for x in (self, other))
         out = self.out * mine[..., None] + other.out * others[..., None]
@@ -134,8 +119,6 @@ def attend_tile(query: Tensor, key: Tensor, value: Tensor, queries: range, keys:
         key: [b, g, k, d].
         value: [b, g, k, d].
         queries: positions of the queries in the sequence.
-        keys: positions of the keys.
-        scene: decides the weights.
     """
     scores = _biased_(_products(query, key, scene), queries, keys, scene)
     highest = scores.amax(-1).clamp_min_(torch.finfo(scores.dtype).min)
@@ -157,9 +140,6 @@ def attend_tile_backward(
         delta: [b, n, q] fp32: sum of d_out times the result over all keys.
         logarithm: [b, n, q] fp32: of the sums over all keys.
         operands: as for `attend_tile`.
-        queries: likewise.
-        keys: likewise.
-        scene: likewise.
     """
     query, key, value = operands
     scores = _products(query, key, scene)
@@ -371,13 +351,7 @@ def _masks(scene: Scene) -> dict[str, Any]:
 
 def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The torch code by which a call of an operator of this file computes a soft cap's tiles; None: it is another call.
-
-    On fake tensors the operators only give their results. A count of memory runs this code in their place.
-
-    Args:
-        operator: of torch.
-        operands: its positional arguments.
-    """
+    On fake tensors the operators only give their results. A count of memory runs this code in their place."""
     name = operator._schema.name.removeprefix("megacore::")
     definition = {"block_attention": _block_attention, "block_attention_backward": _block_attention_backward}.get(name)
     if definition is None:
@@ -405,21 +379,18 @@ def block_attention(
     slopes: Tensor | None = None, soft_cap: float | None = None, dropout: float = 0.0, block: int = BLOCK,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of queries over the keys that they see, and the logarithms of its softmax's sums.
+    """Attention of queries over the keys that they see, and the logarithms of its softmax's sums. Returns [b, n, q, d],
+    laid out as [b, q, n, d], and [b, n, q] fp32, which has no gradient.
 
     Args:
         query: [b, n, q, d]; any strides, the last dimension contiguous.
         key: [b, g, k, d], of the whole sequence.
-        value: like key.
         view: who sees whom; its documents are those of the whole sequence.
         slopes: [n] fp32, of ALiBi.
         soft_cap: of the scores, before anything is added to them.
         dropout: probability on the weights. A seed for each tile is drawn from the CPU's default generator.
         block: queries, and keys, of a tile.
         offset: position of the first query.
-
-    Returns:
-        [b, n, q, d], laid out as [b, q, n, d], and [b, n, q] fp32, which has no gradient.
     """
     seeds = None
     if dropout:
@@ -434,21 +405,10 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None,
     soft_cap: float | None = None, offset: int = 0, in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `block_attention` returns, for operators that compute their gradients by `attend_backward`.
-
-    The keys may be a part of the sequence: positions then count from the first of them, also those of the documents,
-    which reach to the last query. Where a query sees none of the keys, the result is 0, and its logarithm `NOTHING`.
-
-    Args:
-        query: as for `block_attention`, as all that follow.
-        key: likewise.
-        value: likewise.
-        view: likewise.
-        slopes: likewise.
-        soft_cap: likewise.
-        offset: likewise.
-        in_fp32: whether the result is not rounded to query's type.
-    """
+    """What `block_attention` returns, for operators that compute their gradients by `attend_backward`. The keys may be
+    a part of the sequence: positions then count from the first of them, also those of the documents, which reach to the
+    last query. Where a query sees none of the keys, the result is 0, and its logarithm `NOTHING`. `query`: as for
+    `block_attention`, as all that follow. `in_fp32`: whether the result is not rounded to query's type."""
     scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
     out, logarithm = _block_attention(query, key, value, *scene.flat, offset, in_fp32)
     return out, logarithm
@@ -466,9 +426,6 @@ def attend_backward(
         logarithm: [b, n, q] fp32, of the sums over all keys.
         operands: queries, keys and values, as for `attend`.
         view: as for `attend`, as all that follow.
-        slopes: likewise.
-        soft_cap: likewise.
-        offset: likewise.
     """
     scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
     tensors = d_out, *operands, out, logarithm

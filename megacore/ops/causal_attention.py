@@ -44,15 +44,9 @@ def fused_backward(
 
 
 def attend_causally(operands: Operands, offset: int) -> tuple[Tensor, Tensor]:
-    """Attention in fp32, and the logarithms of its softmax's sums.
-
-    Args:
-        operands: query [b, n, q, d], key and value [b, g, k, d]; any strides, the last dimension contiguous.
-        offset: position of the first query, counted from the first key.
-
-    Returns:
-        [b, n, q, d], laid out as [b, q, n, d], and [b, n, q].
-    """
+    """Attention in fp32, and the logarithms of its softmax's sums. `operands`: query [b, n, q, d], key and value [b, g,
+    k, d]; any strides, the last dimension contiguous. `offset`: position of the first query, counted from the first
+    key. Returns [b, n, q, d], laid out as [b, q, n, d], and [b, n, q]."""
     query, key, value = (x.float() for x in operands)
     before, seen = _cuts(query, key, offset)
     earlier = query, key[:, :, :before], value[:, :, :before]
@@ -104,14 +98,8 @@ def _cuts(query: Tensor, key: Tensor, offset: int) -> tuple[int, int]:
 
 
 def merge_(out: Tensor, logarithm: Tensor, part: Tensor, sums: Tensor) -> None:
-    """Add attention over further keys, in place: each weighs as much as its share of the sum of both.
-
-    Args:
-        out: [b, n, q, d] fp32.
-        logarithm: [b, n, q] fp32, of the sums so far.
-        part: like out.
-        sums: like logarithm.
-    """
+    """Add attention over further keys, in place: each weighs as much as its share of the sum of both. `out`: [b, n, q,
+    d] fp32. `logarithm`: [b, n, q] fp32, of the sums so far."""
     out.lerp_(part, torch.sigmoid(sums - logarithm)[..., None])
     logarithm.copy_(torch.logaddexp(logarithm, sums))
 

@@ -27,20 +27,15 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Decision:
-    """The choice in force. Like torch's backend switches it belongs to the process, not to a model: an operator
-    that torch.compile or autograd calls gets only tensors."""
+    """The choice in force. Like torch's backend switches it belongs to the process, not to a model: an operator that
+    torch.compile or autograd calls gets only tensors."""
 
     choice: Choice = "auto"
     has_triton: bool = has_triton()
 
 
 def why_not(choice: Choice, device: torch.device) -> str | None:
-    """Why the choice cannot run on a device, in a sentence; None if it can.
-
-    Args:
-        choice: what --kernels says.
-        device: where the model computes.
-    """
+    """Why the choice cannot run on a device, in a sentence; None if it can."""
     if choice != "triton":
         return None
     if not _Decision.has_triton:
@@ -54,11 +49,7 @@ def why_not(choice: Choice, device: torch.device) -> str | None:
 
 
 def choose_kernels(choice: Choice) -> None:
-    """Decide for the rest of the process.
-
-    Raises:
-        ValueError: there is no such choice.
-    """
+    """Decide for the rest of the process. Raises ValueError where there is no such choice."""
     if choice not in get_args(Choice):
         raise ValueError(f"choice is {choice!r}: it must be one of {', '.join(get_args(Choice))}")
     _Decision.choice = choice
@@ -101,15 +92,8 @@ def is_fused(x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor, name: str = "x") -> bool:
-    """`uses_triton` of an implementation about to run, which needs numbers that a kernel can read.
-
-    Args:
-        x: what it runs on.
-        name: by which callers know the tensor.
-
-    Raises:
-        ValueError: Triton was chosen, and cannot run where the tensor is.
-    """
+    """`uses_triton` of an implementation about to run, which needs numbers that a kernel can read. `name`: by which
+    callers know the tensor. Raises ValueError where triton was chosen, and cannot run where the tensor is."""
     if _Decision.choice != "triton":
         return uses_triton(x)
     if (reason := why_not("triton", x.device)) is not None:
@@ -131,10 +115,8 @@ def described(device: torch.device) -> str:
 
 
 class Node(torch.autograd.Function):
-    """An autograd function without transforms of torch.func: calling it takes the host less.
-
-    For those `torch.autograd.Function.apply` examines all arguments in every call.
-    """
+    """An autograd function without transforms of torch.func: calling it takes the host less. For those
+    `torch.autograd.Function.apply` examines all arguments in every call."""
 
     _apply: Callable[..., Any]  # that of torch.autograd.Function's parent, for the class
 
@@ -175,14 +157,8 @@ def _kept_out(function: Callable[..., Any]) -> Callable[..., Any]:
 class Operator:
     """A function as an operator: for fake tensors, dispatch modes, torch.func and torch.compile a
     `torch.library.custom_op`, else the function itself in an autograd node, which takes the host a third of the time.
-
-    Args:
-        name: `megacore::` and the operator's name.
-        function: from positional arguments to new tensors; writes to none of its arguments.
-
-    Attributes:
-        custom_op: the former.
-    """
+    `name`: `megacore::` and the operator's name. `function`: from positional arguments to new tensors; writes to none
+    of its arguments."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.custom_op = custom_op(name, mutates_args=())(function)
@@ -197,14 +173,9 @@ class Operator:
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None], results: int | None = None
     ) -> None:
-        """The gradient, as for `torch.library.custom_op`.
-
-        Args:
-            backward: from the context and the gradients of the results.
-            setup_context: keeps what backward needs.
-            results: how many of the results the autograd node gives its callers; `setup_context` gets the others too.
-                None: all. Without gradients callers get all.
-        """
+        """The gradient, as for `torch.library.custom_op`. `backward`: from the context and the gradients of the
+        results. `results`: how many of the results the autograd node gives its callers; `setup_context` gets the others
+        too. None: all. Without gradients callers get all."""
         self.custom_op.register_autograd(backward, setup_context=setup_context)
         function = self._function
 
@@ -241,13 +212,8 @@ def fit(
     x: Tensor, *, vectors: Sequence[Tensor | None] = (), alike: Sequence[Tensor | None] = ()
 ) -> Literal["torch", "triton"] | None:
     """Which implementation runs; None where arguments do not pass the checks of rows, shapes, dtypes, strides and
-    devices below. Nearly all do: an operator asks this first, which takes one pass and builds no messages.
-
-    Args:
-        x: [..., h]
-        vectors: [h] each, or None.
-        alike: of x's shape each, or None.
-    """
+    devices below. Nearly all do: an operator asks this first, which takes one pass and builds no messages. `x`: [...,
+    h]. `vectors`: [h] each, or None. `alike`: of x's shape each, or None."""
     shape, kind, device = x.shape, x.dtype, x.device
     if not shape or shape[-1] == 0 or kind not in FLOATS or not x.is_contiguous():
         return None
@@ -263,22 +229,15 @@ def fit(
 
 
 def require_alike(**tensors: Tensor) -> None:
-    """Contiguous, of one of the three float types, and all on one device.
-
-    Raises:
-        ValueError: as the three checks below say it.
-    """
+    """Contiguous, of one of the three float types, and all on one device. Raises ValueError as the three checks below
+    say it."""
     require_same_device(**tensors)
     require_floats(**tensors)
     require_contiguous(**tensors)
 
 
 def require_floats(**tensors: Tensor) -> None:
-    """fp32, fp16 or bf16, all alike.
-
-    Raises:
-        ValueError: one is of another type than these, or than the first.
-    """
+    """fp32, fp16 or bf16, all alike. Raises ValueError where one is of another type than these, or than the first."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
@@ -288,11 +247,7 @@ def require_floats(**tensors: Tensor) -> None:
 
 
 def require_same_device(**tensors: Tensor) -> None:
-    """All on the first one's device.
-
-    Raises:
-        ValueError: one is elsewhere.
-    """
+    """All on the first one's device. Raises ValueError where one is elsewhere."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.device != first.device:
@@ -300,22 +255,14 @@ def require_same_device(**tensors: Tensor) -> None:
 
 
 def require_shape(shape: tuple[int, ...], why: str, **tensors: Tensor) -> None:
-    """All of one shape.
-
-    Raises:
-        ValueError: one has another shape.
-    """
+    """All of one shape. Raises ValueError where one has another shape."""
     for name, tensor in tensors.items():
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be {tuple(shape)}, {why}")
 
 
 def require_contiguous(**tensors: Tensor) -> None:
-    """Rows one after the other, without gaps.
-
-    Raises:
-        ValueError: one has other strides.
-    """
+    """Rows one after the other, without gaps. Raises ValueError where one has other strides."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
@@ -333,44 +280,29 @@ def has_whole_heads(*tensors: Tensor) -> bool:
 
 
 def require_integers(**tensors: Tensor) -> None:
-    """int32 or int64.
-
-    Raises:
-        ValueError: one is of another type.
-    """
+    """int32 or int64. Raises ValueError where one is of another type."""
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} is {_short(tensor.dtype)}: it must be int64 or int32")
 
 
 def require_rows(**tensors: Tensor) -> None:
-    """At least one dimension, and a last dimension that is not empty.
-
-    Raises:
-        ValueError: one has none, or an empty last one.
-    """
+    """At least one dimension, and a last dimension that is not empty. Raises ValueError where one has none, or an empty
+    last one."""
     for name, tensor in tensors.items():
         if tensor.dim() == 0 or tensor.shape[-1] == 0:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: its last dimension must hold something")
 
 
 def require_whole(**numbers: int | None) -> None:
-    """Whole numbers, or None.
-
-    Raises:
-        ValueError: one is something else.
-    """
+    """Whole numbers, or None. Raises ValueError where one is something else."""
     for name, number in numbers.items():
         if number is not None and not isinstance(number, (int, torch.SymInt)):
             raise ValueError(f"{name} is {number}: it must be a whole number")
 
 
 def require(condition: bool, message: str) -> None:
-    """A condition in words.
-
-    Raises:
-        ValueError: it does not hold.
-    """
+    """A condition in words. Raises ValueError where it does not hold."""
     if not condition:
         raise ValueError(message)
 

@@ -31,15 +31,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10: four words of 32 random bits for each key and counter.
-
-    Args:
-        key: 64 bits.
-        counter: four int64 tensors of 32-bit values, of shapes that broadcast.
-
-    Returns:
-        Four int64 tensors of 32-bit values.
-    """
+    """Philox 4x32-10: four words of 32 random bits for each key and counter. `key`: 64 bits. `counter`: four int64
+    tensors of 32-bit values, of shapes that broadcast. Returns four int64 tensors of 32-bit values."""
     a, b, c, d = torch.broadcast_tensors(*counter)
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(10):

@@ -38,19 +38,12 @@ Tile = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the operands of products are quantised.
+    """How the operands of products are quantised."""
 
-    Attributes:
-        name: of the recipe.
-        rows: the tile of activations and of gradients, whose columns are summed over.
-        weights: the tile of a weight, whose columns are summed over.
-        gradients: the format of gradients; everything else is e4m3.
-    """
-
-    name: str
-    rows: Tile
-    weights: Tile
-    gradients: torch.dtype = _E4M3
+    name: str  # of the recipe
+    rows: Tile  # the tile of activations and of gradients, whose columns are summed over
+    weights: Tile  # the tile of a weight, whose columns are summed over
+    gradients: torch.dtype = _E4M3  # the format of gradients; everything else is e4m3
 
 
 RECIPES = {
@@ -65,15 +58,10 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [r, c] in fp8.
+    """A matrix [r, c] in fp8."""
 
-    Attributes:
-        values: [r, c], divided by the scale of their tile.
-        scales: fp32 [tiles along r, tiles along c].
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # [r, c], divided by the scale of their tile
+    scales: Tensor  # fp32 [tiles along r, tiles along c]
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The matrix [r, c] that the product sees."""
@@ -83,15 +71,9 @@ class Quantised:
 
 
 def quantise(x: Tensor, form: torch.dtype, tile: Tile) -> Quantised:
-    """x / scale of each tile, rounded to the nearest number of the format, ties to even.
-
-    The largest finite number of a tile decides the scale. NaN and infinity become NaN, which no product hides.
-
-    Args:
-        x: [r, c] in fp32 or 16 bits.
-        form: float8_e4m3fn or float8_e5m2.
-        tile: its size, which divides x.
-    """
+    """x / scale of each tile, rounded to the nearest number of the format, ties to even. The largest finite number of a
+    tile decides the scale. NaN and infinity become NaN, which no product hides. `x`: [r, c] in fp32 or 16 bits. `form`:
+    float8_e4m3fn or float8_e5m2. `tile`: its size, which divides x."""
     largest = torch.finfo(form).max
     rows, columns = (size or whole for size, whole in zip(tile, x.shape, strict=True))
     tiles = x.float().reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)

@@ -27,13 +27,8 @@ _ALIGNMENT = 16  # bytes that rows of `grouped_mm`'s operands are multiples of
 
 
 class RowGroups:
-    """Which rows belong to which expert: those of each follow each other.
-
-    Tables on a device are made once, when they are first needed.
-
-    Args:
-        counts: rows of each expert.
-    """
+    """Which rows belong to which expert: those of each follow each other. Tables on a device are made once, when they
+    are first needed."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts
@@ -41,7 +36,6 @@ class RowGroups:
         self._bounds: dict[torch.device, Tensor] = {}
 
     def ranges(self) -> list[slice]:
-        """The rows of each expert."""
         ends = list(accumulate(self.counts))
         return [slice(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
 
@@ -69,13 +63,7 @@ def _table(numbers: list[int] | list[tuple[int, int, int]], device: torch.device
 
 
 def grouped_implementation(x: Tensor, inputs: int, outputs: int) -> Implementation:
-    """What computes the products of experts.
-
-    Args:
-        x: rows.
-        inputs: i.
-        outputs: o.
-    """
+    """What computes the products of experts. `inputs`: i. `outputs`: o."""
     if _is_grouped_mm_fast(x, inputs, outputs) and not is_triton_asked_for():
         return "grouped_mm"
     # In fp32 a GPU's own products are faster, one by one; also on the device that stands for one in a dry run.
@@ -132,15 +120,8 @@ def _triton_added(total: Tensor, grad: Tensor, x: Tensor, bounds: Tensor, has_te
 def grouped_products(
     x: Tensor, weight: Tensor, groups: RowGroups, implementation: Implementation, *, transposed: bool = False
 ) -> Tensor:
-    """x W^T of each expert's rows, [r, i] and [E, o, i] -> [r, o]; or, `transposed`, x W, [r, o] -> [r, i].
-
-    Args:
-        x: rows, by expert.
-        weight: [E, o, i]
-        groups: rows of each expert.
-        implementation: `triton` or `grouped_mm`.
-        transposed: see above.
-    """
+    """x W^T of each expert's rows, [r, i] and [E, o, i] -> [r, o]; or, `transposed`, x W, [r, o] -> [r, i]. `weight`:
+    [E, o, i]. `implementation`: `triton` or `grouped_mm`."""
     x = x.contiguous()
     if implementation == "triton":
         import megacore.kernels.grouped as kernel
@@ -251,14 +232,8 @@ def gather_rows(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
 
 def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
     """[r, h] -> [t, h]: the sum of each token's rows, or their weighted sum, in fp32 and in the order of its choices.
-    Autograd does not see it.
-
-    Args:
-        rows: in any order.
-        positions: [t k]: the row of each pair; r where it has none.
-        weights: [t, k] fp32; None: all are 1.
-        chosen: k.
-    """
+    Autograd does not see it. `positions`: [t k]: the row of each pair; r where it has none. `weights`: [t, k] fp32;
+    None: all are 1. `chosen`: k."""
     total: Tensor = _combine_rows(
         rows.contiguous(), positions, None if weights is None else weights.contiguous(), chosen
     )

@@ -1,9 +1,6 @@
-"""LayerNorm and RMSNorm over the last dimension, each also with the residual addition before it folded in.
-
-LayerNorm is Ba et al. 2016 (arXiv 1607.06450), RMSNorm Zhang and Sennrich 2019 (arXiv 1910.07467). Means and squares
-are summed in fp32, and the result is rounded once. In plain torch they are torch's functions, and so they are without a
-weight.
-"""
+"""LayerNorm and RMSNorm over the last dimension, each also with the residual addition before it folded in. LayerNorm is
+Ba et al. 2016 (arXiv 1607.06450), RMSNorm Zhang and Sennrich 2019 (arXiv 1910.07467). Means and squares are summed in
+fp32, and the result is rounded once. In plain torch they are torch's functions, and so they are without a weight."""
 
 from __future__ import annotations
 
@@ -227,7 +224,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: fl
 def _refuse(
     x: Tensor, epsilon: float, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
-    """Say which argument does not fit, and why."""
     parameters = {name: one for name, one in (("weight", weight), ("bias", bias)) if one is not None}
     require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")

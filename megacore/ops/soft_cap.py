@@ -8,12 +8,7 @@ from torch import Tensor
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap).
-
-    Args:
-        x: any tensor of real numbers.
-        cap: c, above 0.
-    """
+    """cap tanh(x / cap). `x`: any tensor of real numbers. `cap`: c, above 0."""
     return torch.tanh(x / cap) * cap
 
 
@@ -23,10 +18,5 @@ def soft_cap_(x: Tensor, cap: float) -> Tensor:
 
 
 def soft_cap_slope(capped: Tensor, cap: float) -> Tensor:
-    """The derivative of `soft_capped`, from its result: 1 - (capped / cap)^2.
-
-    Args:
-        capped: what `soft_capped` gave.
-        cap: its cap.
-    """
+    """The derivative of `soft_capped`, from its result: 1 - (capped / cap)^2. `capped`: what `soft_capped` gave."""
     return (capped / cap).square_().neg_().add_(1.0)

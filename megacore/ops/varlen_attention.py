@@ -45,15 +45,10 @@ _LARGEST_HEAD = 256
 
 @dataclass(frozen=True)
 class _Runs:
-    """Where the runs of equal document numbers begin and end, all sequences one after the other.
+    """Where the runs of equal document numbers begin and end, all sequences one after the other."""
 
-    Attributes:
-        bounds: [runs + 1] int32, on the device.
-        longest: length of the longest run.
-    """
-
-    bounds: Tensor
-    longest: int
+    bounds: Tensor  # [runs + 1] int32, on the device
+    longest: int  # length of the longest run
 
 
 # None: some document is not one run. All layers of a microbatch ask with the same tensor.
@@ -61,13 +56,8 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def can_attend(query: Tensor, *, alibi: bool, dropout: float) -> bool:
-    """Whether the kernel computes attention of such queries, whatever they see.
-
-    Args:
-        query: [b, n, s, d].
-        alibi: whether scores fall with distance.
-        dropout: probability on the weights.
-    """
+    """Whether the kernel computes attention of such queries, whatever they see. `query`: [b, n, s, d]. `alibi`: whether
+    scores fall with distance. `dropout`: probability on the weights."""
     return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and runs_here(query)
 
 
@@ -84,18 +74,9 @@ def runs_here(query: Tensor) -> bool:
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility) -> Tensor | None:
-    """Attention within documents and windows; None where a document is not one run of positions, which the kernel
-    cannot know, or where documents would have to be read from tensors without numbers (fake tensors, torch.compile).
-
-    Args:
-        query: [b, n, s, d].
-        key: [b, g, s, d].
-        value: [b, g, s, d].
-        view: who sees whom.
-
-    Returns:
-        [b, n, s, d], laid out as [b, s, n, d].
-    """
+    """Attention within documents and windows, of query [b, n, s, d], key and value [b, g, s, d]. Returns [b, n, s, d],
+    laid out as [b, s, n, d]; None where a document is not one run of positions, which the kernel cannot know, or where
+    documents would have to be read from tensors without numbers (fake tensors, torch.compile)."""
     b, _, s, _ = query.shape
     if view.documents is not None:
         runs = _runs_of(view.documents)

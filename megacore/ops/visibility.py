@@ -1,8 +1,6 @@
-"""Which keys a query sees: causality, a window, documents packed into one sequence.
-
-Positions are numbers in the whole sequence, whatever part of it the queries and keys at hand are. A block of queries
-asks for the keys that it may see, and then for the mask between the two, which is none where nothing is hidden.
-"""
+"""Which keys a query sees: causality, a window, documents packed into one sequence. Positions are numbers in the whole
+sequence, whatever part of it the queries and keys at hand are. A block of queries asks for the keys that it may see,
+and then for the mask between the two, which is none where nothing is hidden."""
 
 from __future__ import annotations
 
@@ -14,21 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Who sees whom.
+    """Who sees whom."""
 
-    Attributes:
-        causal: no position sees a later one.
-        window: with causal, a position sees only its last `window` positions, itself included; otherwise those at most
-            window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
-        documents: [b, s] of the whole sequence: a position sees only its document. 0 is padding, whose results mean
-            nothing: it sees itself and may see other padding, so that every query sees some key.
-        padded: whether a document number may be 0, so that results have to be set to 0 there.
-    """
-
-    causal: bool
+    causal: bool  # no position sees a later one
+    # With causal, a position sees only its last `window` positions, itself included; otherwise those at most window //
+    # 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
     window: int | None = None
+    # [b, s] of the whole sequence: a position sees only its document. 0 is padding, whose results mean nothing: it sees
+    # itself and may see other padding, so that every query sees some key.
     documents: Tensor | None = None
-    padded: bool = True
+    padded: bool = True  # whether a document number may be 0, so that results have to be set to 0 there
 
     def of(self, documents: Tensor | None) -> Visibility:
         """The same of these documents."""
@@ -47,13 +40,7 @@ class Visibility:
 
     def keys(self, queries: range, length: int) -> range:
         """The keys that a block of queries may see: it sees none outside, and each query sees itself if it is there.
-
-        Documents narrow the range on the CPU only: on a device the host would have to wait for their numbers.
-
-        Args:
-            queries: their positions.
-            length: of the sequence.
-        """
+        Documents narrow the range on the CPU only: on a device the host would have to wait for their numbers."""
         reach = length if self.reach is None else self.reach
         first = 0 if self.reach is None else max(queries.start - reach + 1, 0)
         last = min(queries.stop if self.causal else queries.stop + reach - 1, length)
@@ -71,12 +58,7 @@ class Visibility:
         return range(min(begin, themselves.start), max(end, themselves.stop)) if themselves else range(begin, end)
 
     def pairs(self, queries: range, length: int) -> int:
-        """How many pairs of a query and a key that it sees there are in one sequence; documents are not looked at.
-
-        Args:
-            queries: their positions.
-            length: of the sequence.
-        """
+        """How many pairs of a query and a key that it sees there are in one sequence; documents are not looked at."""
         reach = length if self.reach is None else min(self.reach, length)
         # A query sees the keys from `position - reach + 1`: those before the sequence are taken off.
         before = len(queries) * reach - _missing(queries.start, queries.stop, reach)
@@ -86,15 +68,8 @@ class Visibility:
         return before + after - len(queries)  # each query counts itself on both sides
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key.
-
-        Padding sees padding of the keys here.
-
-        Args:
-            queries: their positions.
-            keys: likewise.
-            device: where the mask is made.
-        """
+        """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key. Padding sees
+        padding of the keys here. `device`: where the mask is made."""
         seen = self._near(queries, keys, device)
         if self.documents is None:
             return seen

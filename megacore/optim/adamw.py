@@ -44,13 +44,10 @@ def fused_(
     Args:
         operator: `adam` or `adamw` of torch.optim.
         weights: fp32, of any shapes.
-        gradients: of these shapes.
         means: first moments, of these shapes.
         squares: second moments, of these shapes.
         steps: updates so far, an fp32 scalar for each.
-        beta1: of the first moments.
         settings: beta2 and epsilon.
-        lr: learning rate.
         weight_decay: in units of the learning rate.
     """
     operator(

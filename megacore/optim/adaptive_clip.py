@@ -33,11 +33,8 @@ class _Moments:
 
 
 class AdaptiveClip:
-    """The limit of the gradient norm, by its past values; the same on every rank, because the norm is.
-
-    Args:
-        config: its threshold, decay and warm-up.
-    """
+    """The limit of the gradient norm, by its past values; the same on every rank, because the norm is. `config`: its
+    threshold, decay and warm-up."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._threshold, self._decay = config.clip_grad_z_threshold, config.clip_grad_decay
@@ -46,11 +43,8 @@ class AdaptiveClip:
         self._moments: _Moments | None = None
 
     def limit(self, norm: Tensor) -> Tensor:
-        """The largest norm that the gradients of this step may have; infinite where they are not clipped.
-
-        Args:
-            norm: the global norm, an fp64 scalar, which may be on a device that is not waited for.
-        """
+        """The largest norm that the gradients of this step may have; infinite where they are not clipped. `norm`: the
+        global norm, an fp64 scalar, which may be on a device that is not waited for."""
         infinite = torch.full_like(norm, math.inf)
         if self._moments is None:
             return infinite
@@ -60,11 +54,7 @@ class AdaptiveClip:
         return torch.where(z > self._threshold, mean + self._threshold**2 * deviation / z, infinite)
 
     def observe(self, norm: Tensor) -> None:
-        """Take in the norm of a step whose update was applied.
-
-        Args:
-            norm: the same as for `limit`, in host memory.
-        """
+        """Take in the norm of a step whose update was applied. `norm`: the same as for `limit`, in host memory."""
         if self._moments is None:
             self._norms.append(float(norm))
             if len(self._norms) == self._warmup:

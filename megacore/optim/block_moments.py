@@ -30,58 +30,33 @@ _MEAN_STEPS, _SQUARE_STEPS = 127, 255
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pieces:
-    """The blocks of a segment, as far as it has them; padding counts as one more block.
+    """The blocks of a segment, as far as it has them; padding counts as one more block."""
 
-    Attributes:
-        numbers: of the blocks in the whole parameter, ascending, [pieces] int64.
-        lengths: elements of each in the segment, [pieces] int64.
-        offsets: of the first element of each in the segment, [pieces + 1] int64.
-        divided: which pieces are not their whole block, [pieces] bool.
-        first: of its pieces among those of the run.
-    """
-
-    numbers: Tensor
-    lengths: Tensor
-    offsets: Tensor
-    divided: Tensor
-    first: int
+    numbers: Tensor  # of the blocks in the whole parameter, ascending, [pieces] int64
+    lengths: Tensor  # elements of each in the segment, [pieces] int64
+    offsets: Tensor  # of the first element of each in the segment, [pieces + 1] int64
+    divided: Tensor  # which pieces are not their whole block, [pieces] bool
+    first: int  # of its pieces among those of the run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Waiting:
-    """Values of divided blocks whose scales other ranks must agree on.
+    """Values of divided blocks whose scales other ranks must agree on."""
 
-    Attributes:
-        run: that they are of.
-        column: 0 for the mean, 1 for the square.
-        values: [n] fp32.
-        at: their positions in the run, [n] int64.
-        lengths: of their pieces, [pieces] int64.
-        pieces: numbers of these in the run.
-        rows: of their blocks in the table of scales.
-    """
-
-    run: LocalRun
-    column: int
-    values: Tensor
-    at: Tensor
-    lengths: Tensor
-    pieces: Tensor
-    rows: Tensor
+    run: LocalRun  # that they are of
+    column: int  # 0 for the mean, 1 for the square
+    values: Tensor  # [n] fp32
+    at: Tensor  # their positions in the run, [n] int64
+    lengths: Tensor  # of their pieces, [pieces] int64
+    pieces: Tensor  # numbers of these in the run
+    rows: Tensor  # of their blocks in the table of scales
 
 
 class BlockMoments(KeptMoments):
-    """Moments as integers and scales; all ranks make it together, because they agree on divided blocks.
-
-    For each run the state has, under the name of a kind, the integers of its elements, [n] int8 (mean) or uint8
-    (square), and under that name with `SCALES` a scale for each block that the run has a part of, [pieces] fp32.
-
-    Args:
-        segments: that this rank updates.
-        kinds: of the mean and of the square.
-        state: of the optimizer, where integers and scales are kept.
-        mesh: this rank's groups.
-    """
+    """Moments as integers and scales; all ranks make it together, because they agree on divided blocks. For each run
+    the state has, under the name of a kind, the integers of its elements, [n] int8 (mean) or uint8 (square), and under
+    that name with `SCALES` a scale for each block that the run has a part of, [pieces] fp32. `kinds`: of the mean and
+    of the square. `state`: of the optimizer, where integers and scales are kept."""
 
     def __init__(
         self,
@@ -205,14 +180,13 @@ class BlockMoments(KeptMoments):
         return slice(first, last)
 
     def _codes(self, run: LocalRun, column: int) -> Tensor:
-        """The integers of a run."""
         name = self.kinds[column].name
         if name not in self.state[run]:
             self.state[run][name] = torch.zeros_like(run.master, dtype=(torch.int8, torch.uint8)[column])
         return self.state[run][name]
 
     def _scales(self, run: LocalRun, column: int) -> Tensor:
-        """The scales of a run, of each of its pieces."""
+        """A run's scales, of each of its pieces."""
         name = self.kinds[column].name + SCALES
         if name not in self.state[run]:
             self.state[run][name] = torch.zeros(self._count[run], device=run.master.device)
@@ -220,47 +194,30 @@ class BlockMoments(KeptMoments):
 
 
 def encoded_mean(values: Tensor, scales: Tensor) -> Tensor:
-    """The integers from -127 to 127 nearest to 127 sign(x) sqrt(|x| / scale), [n] int8.
-
-    Args:
-        values: [n] fp32, of magnitude at most their scale.
-        scales: [n] fp32, of the elements; 0 where all values of the block are 0.
-    """
+    """The integers from -127 to 127 nearest to 127 sign(x) sqrt(|x| / scale), [n] int8. `values`: [n] fp32, of
+    magnitude at most their scale. `scales`: [n] fp32, of the elements; 0 where all values of the block are 0."""
     ratios = values.abs() / scales.where(scales > 0, 1.0)
     return ratios.sqrt_().mul_(_MEAN_STEPS).round_().copysign_(values).to(torch.int8)
 
 
 def decoded_mean(codes: Tensor, scales: Tensor) -> Tensor:
-    """scale x sign(c) (c / 127)^2, [n] fp32: steps are finer near zero.
-
-    Args:
-        codes: [n] int8.
-        scales: [n] fp32, of the elements.
-    """
+    """scale x sign(c) (c / 127)^2, [n] fp32: steps are finer near zero. `codes`: [n] int8. `scales`: [n] fp32, of the
+    elements."""
     roots = codes.float().div_(_MEAN_STEPS)
     return roots.mul_(roots.abs()).mul_(scales)
 
 
 def encoded_square(values: Tensor, scales: Tensor) -> Tensor:
     """The integers from 0 to 255 nearest to 255 (x / scale)^(1/4), [n] uint8; 0 only for 0, because the step is divided
-    by the root of the value.
-
-    Args:
-        values: [n] fp32, from 0 to their scale.
-        scales: [n] fp32, of the elements; 0 where all values of the block are 0.
-    """
+    by the root of the value. `values`: [n] fp32, from 0 to their scale. `scales`: [n] fp32, of the elements; 0 where
+    all values of the block are 0."""
     ratios = values / scales.where(scales > 0, 1.0)
     codes = ratios.sqrt_().sqrt_().mul_(_SQUARE_STEPS).round_()
     return codes.clamp_(min=1).mul_(values > 0).to(torch.uint8)
 
 
 def decoded_square(codes: Tensor, scales: Tensor) -> Tensor:
-    """scale x (c / 255)^4, [n] fp32.
-
-    Args:
-        codes: [n] uint8.
-        scales: [n] fp32, of the elements.
-    """
+    """scale x (c / 255)^4, [n] fp32. `codes`: [n] uint8. `scales`: [n] fp32, of the elements."""
     roots = codes.float().div_(_SQUARE_STEPS)
     return roots.square_().square_().mul_(scales)
 

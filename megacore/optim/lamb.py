@@ -60,7 +60,7 @@ class LambStep(Optimizer[L]):
         self.note_rates(runs, lr=lr, weight_decay=weight_decay)
 
     def note_rates(self, runs: Sequence[LocalRun], *, lr: float, weight_decay: float) -> None:
-        """Remember them for `finish`."""
+        """Remember the rates for `finish`."""
         self._rates |= dict.fromkeys(runs, _Rates(lr, weight_decay))
 
     def ratios(self) -> Tensor:

@@ -1,7 +1,5 @@
-"""The learning rate, the weight decay and the momentum of a step: pure functions of the step and the configuration.
-
-A resumed run therefore continues its schedules exactly, also on another layout.
-"""
+"""The learning rate, the weight decay and the momentum of a step: pure functions of the step and the configuration. A
+resumed run therefore continues its schedules exactly, also on another layout."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> 
     (arXiv 1608.03983). 1Cycle: Smith and Topin 2018 (arXiv 1708.07120), with half-cosines or lines as in torch's
     OneCycleLR. The range test: Smith 2017 (arXiv 1506.01186).
 
-    Args:
-        step: number of the update, 1 for the first. Where batches are smaller than the full batch (a ramp), a fraction:
-            the samples so far in full batches.
-        config: shape of the schedule.
-        train_iters: length of the run, where the decay ends unless `lr_decay_iters` says otherwise.
+    `step`: number of the update, 1 for the first. Where batches are smaller than the full batch (a ramp), a fraction:
+    the samples so far in full batches. `train_iters`: length of the run, where the decay ends unless `lr_decay_iters`
+    says otherwise.
     """
     if config.lr_range_test:
         progress = (step - 1) / max(train_iters - 1, 1)
@@ -60,14 +56,7 @@ def weight_decay(step: float, config: OptimizerConfig, *, train_iters: int) -> f
 
 
 def momentum(step: float, config: OptimizerConfig, *, usual: float, train_iters: int) -> float:
-    """The momentum of update `step`, counted from 1.
-
-    Args:
-        step: number of the update, 1 for the first.
-        config: shape of the schedule.
-        usual: that of the optimizer.
-        train_iters: length of the run.
-    """
+    """The momentum of update `step`, counted from 1. `step`: number of the update, 1 for the first."""
     if config.lr_decay_style != "1cycle" or config.lr_range_test:
         return usual
     warmup, end, least = config.lr_warmup_iters, config.lr_decay_iters or train_iters, config.lr_cycle_momentum

@@ -1,9 +1,6 @@
-"""Adam's moments in fewer bits than fp32: how an update reaches them, part by part.
-
-The update itself is computed in fp32: a part is read into new fp32 tensors, updated, and written back. What is written
-depends on the parameter, the number of the update and positions in the whole parameter only, so that every layout keeps
-the same numbers.
-"""
+"""Adam's moments in fewer bits than fp32: how an update reaches them, part by part. The update itself is computed in
+fp32: a part is read into new fp32 tensors, updated, and written back. What is written depends on the parameter, the
+number of the update and positions in the whole parameter only, so that every layout keeps the same numbers."""
 
 from __future__ import annotations
 
@@ -30,28 +27,17 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Consecutive elements of a segment, which are updated at a time.
-
-    Attributes:
-        local: the segment.
-        in_segment: its elements of the segment.
-        in_run: its elements of the run.
-    """
+    """Consecutive elements of a segment, which are updated at a time."""
 
     local: LocalSegment
-    in_segment: slice
-    in_run: slice
+    in_segment: slice  # its elements of the segment
+    in_run: slice  # its elements of the run
 
 
 class KeptMoments(ABC):
     """The moments of what this rank updates. An optimizer reads a part, updates its values, writes it, and once all
-    parts are written, settles.
-
-    Args:
-        segments: that this rank updates.
-        kinds: of the mean and of the square.
-        state: of the optimizer, where the tensors are kept.
-    """
+    parts are written, settles. `kinds`: of the mean and of the square. `state`: of the optimizer, where the tensors are
+    kept."""
 
     def __init__(
         self,
@@ -78,30 +64,16 @@ class KeptMoments(ABC):
 
     @abstractmethod
     def write(self, part: Part, moments: Moments, step: Tensor) -> None:
-        """Keep the values of a part, which may change.
-
-        Args:
-            part: that they are of.
-            moments: its values after an update.
-            step: number of the update, a scalar.
-        """
+        """Keep the values of a part, which may change. `moments`: its values after an update. `step`: number of the
+        update, a scalar."""
 
     @abstractmethod
     def values(self, local: LocalSegment, column: int) -> Tensor | None:
-        """The values of a segment, flat; None before the first update.
-
-        Args:
-            local: the segment.
-            column: 0 for the mean, 1 for the square.
-        """
+        """The values of a segment, flat; None before the first update. `column`: 0 for the mean, 1 for the square."""
 
     @abstractmethod
     def set_values(self, local: LocalSegment, column: int, values: Tensor) -> None:
-        """Keep values of a segment, rounded to the nearest, until `settle`; other arguments as for `values`.
-
-        Args:
-            values: flat.
-        """
+        """Keep values of a segment, rounded to the nearest, until `settle`; other arguments as for `values`."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -119,15 +91,9 @@ def local_shape(local: LocalSegment) -> tuple[int, ...]:
 
 
 def global_indices(spec: ShardSpec, shape: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
-    """The positions of elements in the flat global tensor, [stop - start] int64; at least its size for padding.
-
-    Args:
-        spec: the global tensor, and the slice of it that the local one holds.
-        shape: of the local tensor, with padding.
-        start: the first element of the flat local tensor.
-        stop: one past the last.
-        device: of the result.
-    """
+    """The positions of elements in the flat global tensor, [stop - start] int64; at least its size for padding. `spec`:
+    the global tensor, and the slice of it that the local one holds. `shape`: of the local tensor, with padding.
+    `start`: the first element of the flat local tensor."""
     flat = torch.arange(start, stop, device=device)
     if not shape:
         return flat

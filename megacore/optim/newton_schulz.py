@@ -1,8 +1,6 @@
-"""Orthogonal factors of matrices by a Newton-Schulz iteration (Jordan et al. 2024, "Muon").
-
-For a matrix with the singular value decomposition U S V^T, the iteration approaches U V^T. Its quintic polynomial has
-the steepest slope at zero, and does not converge: after five steps the singular values are between about 0.7 and 1.2.
-"""
+"""Orthogonal factors of matrices by a Newton-Schulz iteration (Jordan et al. 2024, "Muon"). For a matrix with the
+singular value decomposition U S V^T, the iteration approaches U V^T. Its quintic polynomial has the steepest slope at
+zero, and does not converge: after five steps the singular values are between about 0.7 and 1.2."""
 
 from __future__ import annotations
 
@@ -14,12 +12,8 @@ _LEAST_NORM = 1e-7
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
-    """The approximate U V^T of a matrix, or of each of several.
-
-    Args:
-        matrix: [r, c] or [n, r, c], in the dtype of the products.
-        steps: of the iteration.
-    """
+    """The approximate U V^T of a matrix, or of each of several. `matrix`: [r, c] or [n, r, c], in the dtype of the
+    products."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if is_tall else matrix
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)

@@ -1,8 +1,6 @@
 """Which weights, moments and gradients are not finite, of all ranks, in the order in which the forward uses them.
-
 Weights and moments: for the launch, for saves, and after a step in which something was not finite; all of the state is
-read. Gradients: in such a step.
-"""
+read. Gradients: in such a step."""
 
 from __future__ import annotations
 
@@ -31,25 +29,15 @@ ROUNDED = "rounded weight"
 
 @dataclass(frozen=True, order=True)
 class NonFinite:
-    """A tensor that is not finite on a rank; in order of their use in the forward.
+    """A tensor that is not finite on a rank; in order of their use in the forward."""
 
-    Attributes:
-        stage: number of the pipeline stage.
-        position: of the parameter among those of its rank.
-        rank: that holds the numbers.
-        kind: weight, rounded weight, or a kind of the optimizer's state such as exp_avg.
-        name: global name of the parameter.
-        count: numbers that are not finite, on this rank.
-        size: numbers on this rank.
-    """
-
-    stage: int
-    position: int
-    rank: int
-    kind: str
-    name: str
-    count: int
-    size: int
+    stage: int  # number of the pipeline stage
+    position: int  # of the parameter among those of its rank
+    rank: int  # that holds the numbers
+    kind: str  # weight, rounded weight, or a kind of the optimizer's state such as exp_avg
+    name: str  # global name of the parameter
+    count: int  # numbers that are not finite, on this rank
+    size: int  # numbers on this rank
 
     def __str__(self) -> str:
         kind = "" if self.kind == WEIGHT else f"{self.kind} of "
@@ -58,13 +46,7 @@ class NonFinite:
 
 @torch.no_grad()
 def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mesh: Mesh) -> list[NonFinite]:
-    """The weights and moments of all ranks that are not finite, in forward order; all ranks call this together.
-
-    Args:
-        data_parallel: holds the weights.
-        optimizer: holds the moments.
-        mesh: this rank's groups.
-    """
+    """The weights and moments of all ranks that are not finite, in forward order; all ranks call this together."""
     known = list(_state(data_parallel, optimizer))
     counts = _counts([tensor for _, _, tensor in known])
     bad: dict[tuple[str, str], list[int]] = {}  # of one tensor the segments add up
@@ -82,29 +64,17 @@ def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mes
 
 
 class Copies(NamedTuple):
-    """Where a tensor is that is not finite on one rank.
+    """Where a tensor is that is not finite on one rank."""
 
-    Attributes:
-        host: of that rank.
-        finite: other ranks, which hold the same part of it in numbers that are finite.
-    """
-
-    host: str
-    finite: tuple[int, ...]
+    host: str  # of that rank
+    finite: tuple[int, ...]  # other ranks, which hold the same part of it in numbers that are finite
 
 
 @torch.no_grad()
 def copies_of(entry: NonFinite, data_parallel: DataParallel, optimizer: Optimizer[Any], mesh: Mesh) -> Copies:
-    """The finite copies of a tensor that is not finite on a rank; all ranks call this together.
-
-    The update of a step is the same on all copies. If only some are not finite, one was changed by something else.
-
-    Args:
-        entry: of `non_finite_state`.
-        data_parallel: holds the weights.
-        optimizer: holds the moments.
-        mesh: this rank's groups.
-    """
+    """The finite copies of a tensor that is not finite on a rank; all ranks call this together. The update of a step is
+    the same on all copies. If only some are not finite, one was changed by something else. `entry`: of
+    `non_finite_state`."""
     own: dict[tuple[Slices, int, int], bool] = {}  # part of the global parameter -> whether it is finite
     for kind, local, tensor in _state(data_parallel, optimizer):
         if (kind, local.spec.name) == (entry.kind, entry.name):
@@ -210,25 +180,15 @@ class _RankReport(NamedTuple):
 
 def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
     """The gradient that was not finite first in the last backward, which is finished; of all ranks, which call this
-    together.
-
-    Args:
-        data_parallel: holds the gradients.
-        mesh: this rank's groups.
-    """
+    together."""
     source = _source_of(data_parallel.non_finite_gradient(), mesh)
     return _first_of(all_gather_objects(source, mesh.world))
 
 
 def describe_source(data_parallel: DataParallel, mesh: Mesh, *, loss_is_finite: bool, scaled: bool) -> str:
     """The first value of the last backward that is not finite, over all ranks, in words; all ranks call this together.
-
-    Args:
-        data_parallel: holds the gradients, summed over replicas.
-        mesh: this rank's groups.
-        loss_is_finite: whether the loss of all ranks is.
-        scaled: whether the gradients have a loss scale as a factor.
-    """
+    `data_parallel`: holds the gradients, summed over replicas. `loss_is_finite`: whether the loss of all ranks is.
+    `scaled`: whether the gradients have a loss scale as a factor."""
     options, first = data_parallel.options, _source_of(data_parallel.non_finite_gradient(), mesh)
     reports = all_gather_objects(_RankReport(first, _largest_entry(data_parallel)), mesh.world)
     value, name = max(report.largest for report in reports)
@@ -244,7 +204,7 @@ def describe_source(data_parallel: DataParallel, mesh: Mesh, *, loss_is_finite: 
 
 
 def _largest_entry(data_parallel: DataParallel) -> _LargestEntry:
-    """The largest entry of the summed gradients on this rank; infinite for NaN."""
+    """The largest summed gradient entry of this rank; infinite for NaN."""
     names, largest = [], []
     for local in data_parallel.segments:
         if (gradient := local.gradient) is not None:

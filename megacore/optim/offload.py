@@ -29,15 +29,9 @@ from megacore.zero.data_parallel import DataParallel
 def step_on_host(
     data_parallel: DataParallel, optimizer: Optimizer[Any], *, factor: Tensor, lr: float, cores: int
 ) -> None:
-    """Update the master weights bucket by bucket, and publish each as soon as it is done.
-
-    Args:
-        data_parallel: made with `offload`; its gradients are reduced, and their download has begun.
-        optimizer: over its runs.
-        factor: what gradients are multiplied by first (clipping, loss scale); a scalar in host memory.
-        lr: the learning rate.
-        cores: this rank's share of its node's (`host_cores`).
-    """
+    """Update the master weights bucket by bucket, and publish each as soon as it is done. `data_parallel`: made with
+    `offload`; its gradients are reduced, and their download has begun. `factor`: what gradients are multiplied by first
+    (clipping, loss scale); a scalar in host memory. `cores`: this rank's share of its node's (`host_cores`)."""
     with all_threads(cores):
         for bucket in data_parallel.in_order_of_use():
             members, downloaded = bucket.runs, bucket.downloaded()
@@ -60,11 +54,8 @@ def host_cores(world: Group) -> int:
 @contextmanager
 def all_threads(cores: int) -> Iterator[None]:
     """Operators on host memory use this rank's share of the cores inside; elementwise ones give the same bits on any
-    number of threads.
-
-    Launchers allow each of several ranks one thread (OMP_NUM_THREADS=1), as if the device did all the work. A rank by
-    itself has the threads that its user wants.
-    """
+    number of threads. Launchers allow each of several ranks one thread (OMP_NUM_THREADS=1), as if the device did all
+    the work. A rank by itself has the threads that its user wants."""
     before = torch.get_num_threads()
     by_itself = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     torch.set_num_threads(before if by_itself and "OMP_NUM_THREADS" in os.environ else max(before, cores))

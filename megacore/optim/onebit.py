@@ -55,7 +55,6 @@ class _SharedMomentum(Optimizer[S], Generic[S]):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the warm-up is over."""
         return self._frozen_after is not None
 
     def begin_step(self, updates: int) -> bool:
@@ -111,7 +110,6 @@ class _SharedMomentum(Optimizer[S], Generic[S]):
             self.take_momentum(run, mean, summed[run.shard_slice])
 
     def take_momentum(self, run: LocalRun, mean: Tensor, new: Tensor) -> None:
-        """Set the momentum of a run to `new`."""
         mean.copy_(new)
 
     def root(self, run: LocalRun, kind: str, updates: int) -> Tensor:

@@ -28,19 +28,9 @@ class Optimizer(ABC, Generic[S]):
     A run is a flat part of a shard: parts of several parameters with the same weight decay, or exactly one parameter
     that the optimizer needs whole (`run.shape` is then its shape).
 
-    Args:
-        runs: all that this rank updates; there may be none.
-        settings: of this optimizer.
-        weight_decay: of matrices; vectors (biases, norm weights) have none unless their `ParameterScale` says so.
-        adam: the settings of Adam's moments, which several optimizers share.
-
-    Attributes:
-        weight_decay: of matrices, in the next update.
-        momentum: in the next update; unused by an optimizer without `usual_momentum`.
-        decoupled_lr: learning rate of decoupled runs (`ParameterScale`) in the next update; None: that of the others.
-        kinds: of state, the same on every rank.
-        state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
-            kind: it counts the run's updates (a float32 scalar), for bias correction.
+    `runs`: all that this rank updates; there may be none. `weight_decay`: of matrices; vectors (biases, norm weights)
+    have none unless their `ParameterScale` says so. `adam`: the settings of Adam's moments, which several optimizers
+    share.
     """
 
     counts_updates: ClassVar[bool] = False
@@ -51,11 +41,16 @@ class Optimizer(ABC, Generic[S]):
     def __init__(
         self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float, adam: AdamWConfig | None = None
     ) -> None:
+        # `weight_decay`: of matrices, in the next update.
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
         self.adam = settings if isinstance(settings, AdamWConfig) else adam or AdamWConfig()
+        # In the next update; unused by an optimizer without `usual_momentum`.
         self.momentum = self.usual_momentum or 0.0
+        # Learning rate of decoupled runs (`ParameterScale`) in the next update; None: that of the others.
         self.decoupled_lr: float | None = None
-        self.kinds: tuple[StateKind, ...] = settings.state
+        self.kinds: tuple[StateKind, ...] = settings.state  # of state, the same on every rank
+        # For each run its tensors by the name of their kind; empty before the run's first update. `step` is no kind: it
+        # counts the run's updates (a float32 scalar), for bias correction.
         self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
 
     @property
@@ -69,21 +64,11 @@ class Optimizer(ABC, Generic[S]):
         return False
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
-        """Prepare for the first update; all ranks call this together.
-
-        Args:
-            segments: that the runs consist of.
-            mesh: this rank's groups.
-            config: of the run.
-        """
+        """Prepare for the first update; all ranks call this together. `segments`: that the runs consist of."""
 
     def begin_step(self, updates: int) -> bool:
         """Before the gradients of a step are computed: whether the update needs their sum over the replicas. Otherwise
-        each rank has its own, and `step` sums what it needs.
-
-        Args:
-            updates: done so far; the same on every rank.
-        """
+        each rank has its own, and `step` sums what it needs. `updates`: done so far; the same on every rank."""
         return True
 
     def series(self) -> dict[str, list[float]]:
@@ -101,14 +86,9 @@ class Optimizer(ABC, Generic[S]):
         """End the update, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
-        """Update the master weights of some runs.
-
-        Args:
-            runs: those of one bucket.
-            gradients: of each run, fp32 and reduced; they are changed. None leaves the run as it is.
-            lr: the learning rate.
-            factor: what gradients are multiplied by first (clipping, loss scale), a scalar in host memory.
-        """
+        """Update the master weights of some runs. `gradients`: of each run, fp32 and reduced; they are changed. None
+        leaves the run as it is. `factor`: what gradients are multiplied by first (clipping, loss scale), a scalar in
+        host memory."""
         present = [(run, grad) for run, grad in zip(runs, gradients, strict=True) if grad is not None]
         scale_gradients([grad for _, grad in present], factor)
         alike: dict[tuple[float, float], list[tuple[LocalRun, Tensor]]] = {}
@@ -121,26 +101,15 @@ class Optimizer(ABC, Generic[S]):
             self.update([run for run, _ in members], [grad for _, grad in members], lr=rate, weight_decay=decay)
 
     def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
-        """Update the shard of a bucket in one pass, which writes the parameters in their 16-bit format too.
-
-        Args:
-            runs: all of the bucket; one or more.
-            lr: the learning rate.
-            factor: what gradients are multiplied by first; an fp32 scalar on the device. NaN: nothing may change.
-            number: of this update, from 1.
-        """
+        """Update the shard of a bucket in one pass, which writes the parameters in their 16-bit format too. `runs`: all
+        of the bucket; one or more. `factor`: what gradients are multiplied by first; an fp32 scalar on the device. NaN:
+        nothing may change. `number`: of this update, from 1."""
         raise NotImplementedError(f"{type(self).__name__} has no step in one pass")
 
     @abstractmethod
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        """Update `run.master` and the state of each run.
-
-        Args:
-            runs: one or more, with the same rates.
-            gradients: of each run, fp32, flat, clipped and without the loss scale.
-            lr: the learning rate.
-            weight_decay: of these runs.
-        """
+        """Update `run.master` and the state of each run. `runs`: one or more, with the same rates. `gradients`: of each
+        run, fp32, flat, clipped and without the loss scale."""
 
     def tensors(self, kind: str, runs: Sequence[LocalRun]) -> list[Tensor]:
         """The state of one kind for each run; what is first where there was none."""
@@ -161,22 +130,11 @@ class Optimizer(ABC, Generic[S]):
         return state[kind.name]
 
     def values(self, local: LocalSegment, name: str) -> Tensor | None:
-        """What the state of a segment stands for, flat; None before the first update, and for what is no kind of it.
-
-        Args:
-            local: the segment.
-            name: of the kind.
-        """
+        """What the state of a segment stands for, flat; None before the first update, and for what is no kind of it."""
         return local.state(self, name)
 
     def set_values(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
-        """Set the state of a segment, for `resume`.
-
-        Args:
-            local: the segment.
-            kind: of state.
-            values: flat, on any device.
-        """
+        """Set the state of a segment, for `resume`."""
         self.tensor(local.run, kind)
         part = local.state(self, kind.name)
         assert part is not None

@@ -22,39 +22,24 @@ from megacore.zero.local_segments import LocalRun, LocalSegment
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """What this rank updates of one parameter, or of the matrix of one expert.
+    """What this rank updates of one parameter, or of the matrix of one expert."""
 
-    Attributes:
-        row: of the parameter in a table of sums.
-        in_run: its elements of the run.
-        size: elements of the whole parameter.
-        is_counted: whether this rank adds its squares.
-    """
-
-    row: int
-    in_run: slice
-    size: int
-    is_counted: bool
+    row: int  # of the parameter in a table of sums
+    in_run: slice  # its elements of the run
+    size: int  # elements of the whole parameter
+    is_counted: bool  # whether this rank adds its squares
 
 
 class ParameterNorms:
-    """The table of parameters, the same on every rank; all ranks make it together.
-
-    Args:
-        segments: that this rank updates.
-        mesh: this rank's groups.
-        exact: add up so that the bits depend neither on the order nor on the layout.
-
-    Attributes:
-        parts_of: each run's parts.
-    """
+    """The table of parameters, the same on every rank; all ranks make it together. `exact`: add up so that the bits
+    depend neither on the order nor on the layout."""
 
     def __init__(self, segments: Sequence[LocalSegment], mesh: Mesh, *, exact: bool) -> None:
         self._mesh, self._exact = mesh, exact
         keys = {key: None for local in segments for key, _ in _pieces(local)}
         everyone = all_gather_objects(list(keys), mesh.world)
         self._rows = {key: row for row, key in enumerate(sorted({key for of_rank in everyone for key in of_rank}))}
-        self.parts_of: dict[LocalRun, list[Part]] = {local.run: [] for local in segments}
+        self.parts_of: dict[LocalRun, list[Part]] = {local.run: [] for local in segments}  # each run's parts
         for local in segments:
             first = local.segment.shard_slice.start - local.run.shard_slice.start
             for key, elements in _pieces(local):

@@ -25,14 +25,8 @@ _LOW = 0xFFFF
 
 
 class RoundedMoments(KeptMoments):
-    """Moments as bf16 tensors, [n] for each run, in the optimizer's state under the names of their kinds.
-
-    Args:
-        segments: that this rank updates.
-        kinds: of the mean and of the square, in bf16.
-        state: of the optimizer, where the tensors are kept.
-        seed: of the run.
-    """
+    """Moments as bf16 tensors, [n] for each run, in the optimizer's state under the names of their kinds. `kinds`: of
+    the mean and of the square, in bf16. `state`: of the optimizer, where the tensors are kept."""
 
     def __init__(
         self,
@@ -81,13 +75,8 @@ class RoundedMoments(KeptMoments):
 
 
 def random_bits(index: Tensor, key: int, step: Tensor) -> Tensor:
-    """64 random bits of each element, [n] int64.
-
-    Args:
-        index: [n] int64, positions in the whole parameter; overwritten.
-        key: 64 bits, of the parameter.
-        step: number of the update, a scalar.
-    """
+    """64 random bits of each element, [n] int64. `index`: [n] int64, positions in the whole parameter; overwritten.
+    `key`: 64 bits, of the parameter. `step`: number of the update, a scalar."""
     signed = key - (1 << 64) if key >> 63 else key
     bits = index.mul_(_INDEX_FACTOR).add_(step.to(torch.int64) * _STEP_FACTOR + signed)
     for shift, factor in _MIX:
@@ -98,14 +87,7 @@ def random_bits(index: Tensor, key: int, step: Tensor) -> Tensor:
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
     """Values rounded to bf16 at random: away from zero with the probability of the part that bf16 cannot hold, else
-    towards zero. Those that bf16 holds exactly, and those that are not finite, stay.
-
-    Args:
-        values: [n] fp32.
-        bits: [n] int64, of which the last 16 are used.
-
-    Returns:
-        [n] fp32, whose last 16 bits are zero where they are finite
-    """
+    towards zero. Those that bf16 holds exactly, and those that are not finite, stay. `values`: [n] fp32. `bits`: [n]
+    int64, of which the last 16 are used. Returns [n] fp32, whose last 16 bits are zero where they are finite."""
     added = (bits & _LOW).to(torch.int32).add_(values.view(torch.int32)).bitwise_and_(~_LOW)
     return torch.where(values.isfinite(), added.view(torch.float32), values)

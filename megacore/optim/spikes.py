@@ -23,17 +23,11 @@ _LEAST_OF_LOSS, _LEAST_OF_NORM = 0.01, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The largest value that is no spike.
+    """The largest value that is no spike."""
 
-    Attributes:
-        value: infinite where the guard is not active.
-        median: of the accepted values.
-        deviation: their robust deviation.
-    """
-
-    value: float = math.inf
-    median: float = math.nan
-    deviation: float = math.nan
+    value: float = math.inf  # infinite where the guard is not active
+    median: float = math.nan  # of the accepted values
+    deviation: float = math.nan  # their robust deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +53,14 @@ _NO_LIMITS = Limits()
 
 
 class SpikeGuard:
-    """Judges the loss and the gradient norm of every step by those before.
-
-    Args:
-        config: of the guard.
-        warmup_steps: steps of the learning rate's warm-up, in which nothing is judged.
-
-    Attributes:
-        total: number of spikes so far.
-        in_a_row: number of spikes since the last accepted step.
-    """
+    """Judges the loss and the gradient norm of every step by those before. `warmup_steps`: steps of the learning rate's
+    warm-up, in which nothing is judged. `in_a_row`: spikes since the last accepted step."""
 
     def __init__(self, config: SpikeConfig, *, warmup_steps: int) -> None:
         self._config, self._warmup_steps = config, warmup_steps
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
-        self.total = self.in_a_row = 0
+        self.total = self.in_a_row = 0  # number of spikes so far
 
     @property
     def prevents_update(self) -> bool:
@@ -82,7 +68,6 @@ class SpikeGuard:
         return self._config.on_spike in ("skip", "rollback")
 
     def limits(self, step: int) -> Limits:
-        """The limits of step number `step`, from the values accepted so far."""
         is_on = self._config.on_spike != "none" and step > self._warmup_steps
         if not is_on or len(self._losses) < self._least:
             return _NO_LIMITS
@@ -105,7 +90,6 @@ class SpikeGuard:
             self.in_a_row = 0
 
     def counters(self) -> dict[str, float]:
-        """The numbers of a resumed run."""
         return {"spikes": self.total, "spikes_in_a_row": self.in_a_row}
 
     def series(self) -> dict[str, list[float]]:
@@ -133,6 +117,5 @@ class SpikeGuard:
 
 
 def _median(ordered: Sequence[float]) -> float:
-    """The median of values in ascending order."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -54,50 +54,24 @@ _LARGEST_SCALE = 2.0**127
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of an update.
+    """The result of an update."""
 
-    Attributes:
-        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums, on the device.
-        norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
-        votes: summed over ranks.
-        skipped: why the weights were left as they are, or None.
-        is_unexpected: whether something was not finite, and it is no overflow that a smaller loss scale cures.
-        stop: why training must end, or None.
-        remedies: where it must, what may help, in words.
-        spike: which limit of the spike guard the step exceeds, in words, or None.
-        clip_limit: the norm that gradients may have, infinite if it has no limit.
-    """
-
-    loss: Tensor
-    norm: Tensor
-    votes: tuple[int, ...] = ()
-    skipped: str | None = None
+    loss: Tensor  # summed over the global batch, fp64, equal on every rank; a scalar or several sums, on the device
+    norm: Tensor  # global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory
+    votes: tuple[int, ...] = ()  # summed over ranks
+    skipped: str | None = None  # why the weights were left as they are, or None
+    # Whether something was not finite, and it is no overflow that a smaller loss scale cures.
     is_unexpected: bool = False
-    stop: str | None = None
-    remedies: str = ""
-    spike: str | None = None
-    clip_limit: float = math.inf
+    stop: str | None = None  # why training must end, or None
+    remedies: str = ""  # where it must, what may help, in words
+    spike: str | None = None  # which limit of the spike guard the step exceeds, in words, or None
+    clip_limit: float = math.inf  # the norm that gradients may have, infinite if it has no limit
 
 
 class WeightUpdate:
-    """The optimizer over this rank's shards, with the norm, clipping and the checks before each step.
-
-    Args:
-        data_parallel: holds gradients and master weights.
-        mesh: this rank's groups.
-        config: resolved.
-        shared: global names of tied parameters -> the ranks over which their gradients are summed.
-
-    Attributes:
-        optimizer: over the shards.
-        average: of the weights, with --ema-decay; None: there is none.
-        scaler: of the loss.
-        updates: done, without skipped steps.
-        skipped_steps: so far.
-        skipped_in_a_row: steps since the last update or load.
-        last_loss: mean loss of the last step that updated the weights; 0 before the first since the last load.
-        guard: against spikes.
-    """
+    """The optimizer over this rank's shards, with the norm, clipping and the checks before each step. `data_parallel`:
+    holds gradients and master weights. `shared`: global names of tied parameters -> the ranks over which their
+    gradients are summed. `skipped_in_a_row`: steps since the last update or load."""
 
     def __init__(
         self,
@@ -108,13 +82,15 @@ class WeightUpdate:
         shared: Mapping[str, Holders],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
-        self.optimizer = build_optimizer(data_parallel.runs, config)
+        self.optimizer = build_optimizer(data_parallel.runs, config)  # over the shards
         self.optimizer.attach(data_parallel.segments, mesh, config)
         decay = config.average.ema_decay
+        # Of the weights, with --ema-decay; None: there is none.
         self.average = None if decay is None else WeightAverage(data_parallel, self.optimizer, decay=decay)
-        self.scaler = LossScaler(config.precision)
-        self.updates = 0
+        self.scaler = LossScaler(config.precision)  # of the loss
+        self.updates = 0  # done, without skipped steps
         self.skipped_steps = self.skipped_in_a_row = 0
+        # Mean loss of the last step that updated the weights; 0 before the first since the last load.
         self.last_loss = 0.0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16, self._usual_overflows = config.precision.precision == "fp16", config.precision.hysteresis
@@ -138,18 +114,14 @@ class WeightUpdate:
 
         Only for this decision must the program wait for an accelerator, and where there is a step in one pass, the
         accelerator computes it meanwhile. With `offload` the program may also wait for the gradients of a bucket that
-        it updates.
+        it updates. Raises TrainingDiverged where too many steps in a row were spikes, which are skipped; or the fp16
+        loss scale is at its minimum.
 
         Args:
             loss: this rank's share of the summed loss.
-            lr: the learning rate.
             step: number of the step, from 1.
             per_count: 1 / the global batch's count of each sum of the loss.
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
-
-        Raises:
-            TrainingDiverged: too many steps in a row were spikes, which are skipped; or the fp16 loss scale is at its
-                minimum.
         """
         data_parallel, scale = self.data_parallel, self._gradient_scale
         total = self._finish_gradients(loss, step=step, per_count=per_count, votes=votes)
@@ -196,13 +168,7 @@ class WeightUpdate:
     @torch.no_grad()
     def gradient_norm(self, loss: Tensor, *, step: int, per_count: Tensor) -> Tensor:
         """The global norm of gradients that no update follows, without the loss scale: an fp64 scalar on the device.
-        All ranks call this together, after a backward.
-
-        Args:
-            loss: as for `apply`.
-            step: likewise.
-            per_count: likewise.
-        """
+        All ranks call this together, after a backward. `loss`: as for `apply`."""
         return self._finish_gradients(loss, step=step, per_count=per_count).norm / self._gradient_scale
 
     @property
@@ -233,7 +199,6 @@ class WeightUpdate:
         )
 
     def _set_rates(self, step: int) -> None:
-        """Give the optimizer the weight decay and the momentum of a step."""
         optimizer, config = self.optimizer, self._config
         optimizer.weight_decay = weight_decay(step, config, train_iters=self._train_iters)
         if (usual := optimizer.usual_momentum) is not None:
@@ -241,11 +206,8 @@ class WeightUpdate:
             optimizer.momentum = momentum(position, config, usual=usual, train_iters=self._train_iters)
 
     def _reject(self, spike: str, step: int) -> None:
-        """Count a spike.
-
-        Raises:
-            TrainingDiverged: too many in a row left the weights as they are: the next would be no better.
-        """
+        """Count a spike. Raises TrainingDiverged where too many in a row left the weights as they are: the next would
+        be no better."""
         self.guard.reject()
         if not self.guard.prevents_update:
             return
@@ -288,7 +250,6 @@ class WeightUpdate:
             self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
-        """The state of a resumed run that is not in tensors."""
         counters = {"updates": self.updates, "skipped_steps": self.skipped_steps, "bad_steps": self._bad_steps}
         return {**counters, **self.guard.counters(), **self.scaler.state()}
 
@@ -300,7 +261,6 @@ class WeightUpdate:
     def load_counters(
         self, counters: dict[str, float], series: Mapping[str, Sequence[float]] = MappingProxyType({})
     ) -> None:
-        """Continue from the counters and series of a checkpoint."""
         self.guard.load(counters, series)
         self.optimizer.load_series(series)
         if self._adaptive_clip is not None:
@@ -338,17 +298,9 @@ class WeightUpdate:
         return f", from a checkpoint before step {last}, the last that updated the weights" if last > 1 else ""
 
     def _skip(self, total: Totals, step: int) -> Outcome:
-        """Count a step that is not finite, and lower a dynamic loss scale.
-
-        A lower loss scale helps where gradients overflow, but not where the loss or a weight is not finite.
-
-        Args:
-            total: in host memory.
-            step: its number.
-
-        Raises:
-            TrainingDiverged: the loss scale is at its minimum.
-        """
+        """Count a step that is not finite, and lower a dynamic loss scale. A lower loss scale helps where gradients
+        overflow, but not where the loss or a weight is not finite. Raises TrainingDiverged where the loss scale is at
+        its minimum."""
         self._count_skipped()
         loss_is_finite = bool(total.loss.isfinite().all())
         scaled = self.scaler.scale != 1.0
@@ -418,28 +370,17 @@ class WeightUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over all ranks, fp64 and equal on every rank.
+    """Sums over all ranks, fp64 and equal on every rank."""
 
-    Attributes:
-        norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
-        loss: the loss summed over the global batch.
-        mean: the mean loss, a scalar.
-        weights: a scalar: 0 if the weights are finite on all ranks, otherwise not finite.
-        votes: of all ranks, [votes].
-    """
-
-    norm: Tensor
-    loss: Tensor
-    mean: Tensor
-    weights: Tensor
-    votes: Tensor
+    norm: Tensor  # the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not
+    loss: Tensor  # the loss summed over the global batch
+    mean: Tensor  # the mean loss, a scalar
+    weights: Tensor  # a scalar: 0 if the weights are finite on all ranks, otherwise not finite
+    votes: Tensor  # of all ranks, [votes]
 
     def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
-        """The totals in host memory, by one copy, for which the program waits.
-
-        Args:
-            queue_more: queues work on the accelerator after the copy; called before the wait.
-        """
+        """The totals in host memory, by one copy, for which the program waits. `queue_more`: queues work on the
+        accelerator after the copy; called before the wait."""
         scalars = (self.norm, self.mean, self.weights)
         numbers, copied = torch.cat([*(x.view(1) for x in scalars), self.loss.reshape(-1), self.votes]), None
         if numbers.device.type != "cpu":
@@ -476,7 +417,6 @@ def totals(
 
     Args:
         counted: the `counted_segments` of this rank, with gradients that are already summed over replicas.
-        mesh: this rank's groups.
         loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
         overflow: not finite if a gradient on this rank was not.
         weights: not finite if a weight on this rank is not.
@@ -538,12 +478,9 @@ def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
 
 class SquareSum:
     """A weighted sum of squares of many tensors, at the speed of fp32: short rows in fp32, what is no whole row and all
-    sums in fp64.
-
-    A single fp32 reduction over a large tensor is off by up to a thousandth on a CPU (20 million elements, torch 2.13);
-    this one by about 1e-8, so that neither size nor order of summation shows. A tensor costs one launch, and all of
-    them together a few more.
-    """
+    sums in fp64. A single fp32 reduction over a large tensor is off by up to a thousandth on a CPU (20 million
+    elements, torch 2.13); this one by about 1e-8, so that neither size nor order of summation shows. A tensor costs one
+    launch, and all of them together a few more."""
 
     def __init__(self) -> None:
         self._norms: dict[tuple[int, torch.dtype], list[Tensor]] = {}  # by weight, and of rows or of what is no row
@@ -563,12 +500,8 @@ class SquareSum:
 
 
 def clip_factor(norm: Tensor, limit: Tensor | float) -> Tensor:
-    """The factor that clips gradients to a norm of at most `limit` (Pascanu et al. 2013, arXiv 1211.5063).
-
-    Args:
-        norm: the global norm.
-        limit: largest norm; 0 or infinity does not clip.
-    """
+    """The factor that clips gradients to a norm of at most `limit` (Pascanu et al. 2013, arXiv 1211.5063). `norm`: the
+    global norm. `limit`: largest norm; 0 or infinity does not clip."""
     if isinstance(limit, float) and limit in (0.0, math.inf):
         return torch.ones_like(norm)
     return (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -583,10 +516,8 @@ class LossScaler:
 
     A dynamic scale doubles after `loss_scale_window` good steps in a row, and halves once `hysteresis` steps have
     overflowed without it having doubled in between; each further overflow then halves it again, until it has doubled.
-    Outside fp16, and where `loss_scale` is given, the scale is fixed.
-
-    Args:
-        config: precision and the scale's rules, resolved.
+    Outside fp16, and where `loss_scale` is given, the scale is fixed. `config`: precision and the scale's rules,
+    resolved.
     """
 
     def __init__(self, config: ResolvedPrecision) -> None:

@@ -22,13 +22,8 @@ _ELEMENTS = 1 << 20  # that are exchanged at a time
 
 
 class WeightAverage:
-    """average = decay x average + (1 - decay) x weights, after every update.
-
-    Args:
-        data_parallel: holds the master weights.
-        optimizer: over its runs; it holds the average.
-        decay: above 0 and below 1; 1 / (1 - decay) updates are about what it averages over.
-    """
+    """average = decay x average + (1 - decay) x weights, after every update. `optimizer`: over its runs; it holds the
+    average. `decay`: above 0 and below 1; 1 / (1 - decay) updates are about what it averages over."""
 
     def __init__(self, data_parallel: DataParallel, optimizer: Optimizer[Any], *, decay: float) -> None:
         self._data_parallel, self._optimizer, self._decay = data_parallel, optimizer, decay
@@ -49,11 +44,8 @@ class WeightAverage:
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """The model computes with the average inside; all ranks enter and leave together.
-
-        Weights and average change places, so that this takes next to no memory. Afterwards both have the bits that they
-        had before.
-        """
+        """The model computes with the average inside; all ranks enter and leave together. Weights and average change
+        places, so that this takes next to no memory. Afterwards both have the bits that they had before."""
         self._exchange()
         try:
             yield

@@ -27,15 +27,10 @@ Function = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A matrix whose slices the ranks of a group hold.
+    """A matrix whose slices the ranks of a group hold."""
 
-    Attributes:
-        group: of one rank, if this rank has all of it.
-        slices: of the ranks, in group order.
-    """
-
-    group: Group
-    slices: tuple[Slices, ...]
+    group: Group  # of one rank, if this rank has all of it
+    slices: tuple[Slices, ...]  # of the ranks, in group order
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's slice."""
@@ -61,12 +56,8 @@ class _Matrix:
 
 
 class WholeMatrices:
-    """The matrices of this rank that are updated as a whole; all ranks make it together.
-
-    Args:
-        segments: whole parameters of the local tensor, which this rank updates.
-        mesh: this rank's groups.
-    """
+    """The matrices of this rank that are updated as a whole; all ranks make it together. `segments`: whole parameters
+    of the local tensor, which this rank updates."""
 
     def __init__(self, segments: Sequence[LocalSegment], mesh: Mesh) -> None:
         self._device, self._mesh = mesh.device, mesh
@@ -97,14 +88,9 @@ class WholeMatrices:
         return (self._mesh.expert_layer if is_expert else self._mesh.layer).size
 
     def apply(self, bucket: Bucket, slices: Mapping[str, Tensor], function: Function) -> dict[str, Tensor]:
-        """This rank's slices of the function's results; the ranks of the layer group call this together, and on stage
-        0 those of the replica group.
-
-        Args:
-            bucket: that holds the parameters.
-            slices: by name, of the shape of the local parameter, and of one dtype. They are on any device.
-            function: of one whole matrix.
-        """
+        """This rank's slices of the function's results; the ranks of the layer group call this together, and on stage 0
+        those of the replica group. `slices`: by name, of the shape of the local parameter, and of one dtype. They are
+        on any device. `function`: of one whole matrix."""
         if bucket.options.stage > 0 or bucket.group.size == 1:
             return self._joined(slices, function)
         layout = self._layout(bucket, tuple(slices))

@@ -38,13 +38,9 @@ accumulate_gradients = partial(
 
 
 class WeightHalf:
-    """The second half of a backward, to be run later.
-
-    Args:
-        operators: with weights and kept gradients, in the order of a backward, so that all weight gradients of a layer
-            are computed before those of the layer before it.
-        shared: weights of several operators, with the gradients that the first half has computed.
-    """
+    """The second half of a backward, to be run later. `operators`: with weights and kept gradients, in the order of a
+    backward, so that all weight gradients of a layer are computed before those of the layer before it. `shared`:
+    weights of several operators, with the gradients that the first half has computed."""
 
     def __init__(self, operators: list[_Operator], shared: list[tuple[Tensor, Tensor]] | None = None) -> None:
         self._operators, self._shared = operators, shared or []
@@ -64,14 +60,9 @@ class WeightHalf:
 
 
 class _Operator:
-    """A graph node between output and input with weights among its inputs; keeps the gradients of its outputs.
-
-    Args:
-        node: whose backward runs once more.
-        weights: whose gradients that gives.
-        ran: to which the operator adds itself when autograd comes to it.
-        owner: keeps the node alive where its Python object does not; None: it does.
-    """
+    """A graph node between output and input with weights among its inputs; keeps the gradients of its outputs. `node`:
+    whose backward runs once more. `ran`: to which the operator adds itself when autograd comes to it. `owner`: keeps
+    the node alive where its Python object does not; None: it does."""
 
     def __init__(self, node: Node, weights: list[Tensor], ran: list[_Operator], owner: Node | None) -> None:
         self.node, self.weights, self._ran, self.owner = node, weights, ran, owner
@@ -88,19 +79,10 @@ class _Operator:
 def input_half(
     outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]
 ) -> tuple[Sequence[Tensor | None], WeightHalf]:
-    """The gradients of `inputs`, and the second half, which computes those of the weights.
-
-    Args:
-        outputs: graph edges of the stage's outputs.
-        gradients: of the outputs.
-        inputs: graph edges of the stage's inputs or, if these need no gradient, of the outputs of its first layer.
-
-    Returns:
-        One gradient for each input, and the second half.
-
-    Raises:
-        UserError: a layer uses reentrant checkpointing, whose backward cannot be split.
-    """
+    """The gradients of `inputs`, and the second half, which computes those of the weights. `outputs`: graph edges of
+    the stage's outputs. `inputs`: graph edges of the stage's inputs or, if these need no gradient, of the outputs of
+    its first layer. Returns one gradient for each input, and the second half. Raises UserError where a layer uses
+    reentrant checkpointing, whose backward cannot be split."""
     if not inputs or not outputs:
         return [None] * len(inputs), WeightHalf([])
     anchors = {edge.node for edge in inputs}
@@ -132,12 +114,8 @@ def input_half(
 
 
 def _shared_weights(of_operators: Iterable[list[Tensor]], independent: Sequence[Node]) -> dict[int, Tensor]:
-    """The weights, by identity, whose gradients are not computed by exactly one operator.
-
-    Args:
-        of_operators: the weights of each operator between output and input.
-        independent: nodes of outputs that do not depend on the input.
-    """
+    """The weights, by identity, whose gradients are not computed by exactly one operator. `of_operators`: the weights
+    of each operator between output and input. `independent`: nodes of outputs that do not depend on the input."""
     shared = {id(weight): weight for weight in _leaves(independent)}
     seen: set[int] = set()
     for weights in of_operators:
@@ -163,11 +141,7 @@ def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> dict[Node, N
 
 def _owners(between: Iterable[Node], outputs: Sequence[GradientEdge]) -> dict[Node, Node | None]:
     """For each node, one that leads to it and is not written in Python; None: the node is an output that has none.
-
-    Args:
-        between: nodes, each after one that leads to it.
-        outputs: edges of the first nodes.
-    """
+    `between`: nodes, each after one that leads to it. `outputs`: edges of the first nodes."""
     owners: dict[Node, Node | None] = {edge.node: edge.ownership_token for edge in outputs}
     for node in between:
         owner = owners[node] if issubclass(type(node), BackwardCFunction) else node

@@ -12,15 +12,9 @@ from megacore.pipeline.schedule_file import load_schedule
 
 
 def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: Op = Op.INPUT_GRAD) -> tuple[int, ...]:
-    """Microbatches whose activations each of a rank's stages keeps, when together they keep most.
-
-    Args:
-        parallel: schedule and degrees.
-        rank: number in the pipeline.
-        microbatches: of a replica in a step.
-        until: where a schedule splits backward, whether activations count until the gradient of the stage's input
-            (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most).
-    """
+    """Microbatches whose activations each of a rank's stages keeps, when together they keep most. `microbatches`: of a
+    replica in a step. `until`: where a schedule splits backward, whether activations count until the gradient of the
+    stage's input (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most)."""
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
         return _peak(order, parallel.pp, parallel.virtual_stages, until)

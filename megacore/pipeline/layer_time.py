@@ -25,12 +25,8 @@ LOGIT_PASSES = 4.0
 
 
 def layer_seconds(config: ResolvedConfig, layer: ModelLayer) -> float:
-    """Forward and backward of one microbatch on a typical device.
-
-    Args:
-        config: a resolved configuration.
-        layer: of a GPT or BERT: its embedding, a block, or its head.
-    """
+    """Forward and backward of one microbatch on a typical device. `layer`: of a GPT or BERT: its embedding, a block, or
+    its head."""
     flops_per_second, bandwidth = _CORE if config.precision.precision == "fp32" else _A100
     t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
     sums = layer.parameters / t * (8.0 + e) / bandwidth  # of weights' gradients, in fp32
@@ -60,11 +56,8 @@ def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_secon
 
 
 def _computes_blocks_again(config: ResolvedConfig) -> bool:
-    """Whether backward computes the forward of a stage's last block again.
-
-    Where only the first blocks of each stage are computed again, like blocks add as much to every stage: that changes
-    no balance.
-    """
+    """Whether backward computes the forward of a stage's last block again. Where only the first blocks of each stage
+    are computed again, like blocks add as much to every stage: that changes no balance."""
     first, parallel = config.training.recompute_num_layers, config.parallel
     every = first is None or first * parallel.pp * parallel.virtual_stages >= config.model.num_layers
     return config.training.recompute == "full" and every

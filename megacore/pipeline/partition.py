@@ -49,17 +49,8 @@ def stage_ranges(layers: Sequence[ModelLayer], config: ResolvedConfig) -> list[r
 
 def partition(layers: Sequence[ModelLayer], stages: int, costs: Sequence[float]) -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
-
-    Among equal largest costs the smallest sum of squares wins, so that what remains is even too.
-
-    Args:
-        layers: the whole model.
-        stages: number of stages, at most the number of blocks.
-        costs: of each layer.
-
-    Raises:
-        ValueError: more stages than blocks.
-    """
+    Among equal largest costs the smallest sum of squares wins, so that what remains is even too. `layers`: the whole
+    model. `stages`: at most the number of blocks. Raises ValueError where there are more."""
     blocks = sum(layer.is_block for layer in layers)
     if stages > blocks:
         raise ValueError(f"{stages} stages are more than the model's {blocks} blocks: use {blocks} or less")
@@ -98,15 +89,8 @@ def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stage
 
 def _some_largest_cost(cost: Sequence[float], is_block: Sequence[bool], stages: int) -> float:
     """The largest cost of a stage in some partition, close to the smallest: what costs more is in no best partition.
-
     Stages are filled one after the other up to a limit, and the limit is bisected. Where fewer stages than asked for
-    suffice, more of them cost no more each.
-
-    Args:
-        cost: of the layers before each layer, and of all.
-        is_block: of each layer.
-        stages: number of stages.
-    """
+    suffice, more of them cost no more each. `cost`: of the layers before each layer, and of all."""
     blocks = [i for i, block in enumerate(is_block) if block]
     cuts = [0, *blocks[1:], len(is_block)]  # so that each stage between two of them holds a block
 

@@ -1,9 +1,6 @@
-"""Executes a schedule: a small loop over a rank's actions, and a timer for them.
-
-The schedule decides the order of actions; this module decides what each one does. Training, evaluation and a model on
-one stage, whose schedule has no transfers, run through the same loop. Only a schedule that has been proven
-(validation.py) is executed.
-"""
+"""Executes a schedule: a small loop over a rank's actions, and a timer for them. The schedule decides the order of
+actions; this module decides what each one does. Training, evaluation and a model on one stage, whose schedule has no
+transfers, run through the same loop. Only a schedule that has been proven (validation.py) is executed."""
 
 from __future__ import annotations
 
@@ -70,25 +67,19 @@ class LossWeight(Protocol):
     """What scales the summed loss before backward."""
 
     def value(self) -> Tensor:
-        """One over the global batch's count of each loss term, times the fp16 loss scale; fp32, of the shape of the
-        loss or a scalar. It is called as late as possible, so that the reduction of the counts overlaps with the first
-        forward."""
+        """One over the global batch's count of each loss term, times the fp16 loss scale; fp32, of the loss's shape or
+        a scalar. Called as late as possible: the reduction of the counts overlaps with the first forward."""
 
 
 class GradientSink(Protocol):
     """Receives the gradients of a backward, and provides the weights for it."""
 
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
-        """A backward through a chunk begins.
-
-        Args:
-            chunk: its number on this rank.
-            last: whether it is the chunk's last backward of the step.
-            all_weights: whether it needs weights in another order than layer by layer.
-        """
+        """A backward through a chunk begins. `chunk`: its number on this rank. `last`: whether it is the chunk's last
+        backward of the step. `all_weights`: whether it needs weights in another order than layer by layer."""
 
     def end_backward(self, chunk: int) -> None:
-        """The backward is done, and its weights are no longer needed."""
+        """The backward is done: its weights are no longer needed."""
 
 
 class ActionObserver(Protocol):
@@ -99,20 +90,9 @@ class ActionObserver(Protocol):
 
 
 class PipelineRuntime:
-    """Runs microbatches through this rank's stages.
-
-    Args:
-        chunks: the stages of this rank, each stage s = chunk number x p + rank.
-        group: the pipeline group.
-        transport: how tensors reach the other stages.
-        parallel: names the training schedule.
-        task: the model's input and loss, and the shapes that stages exchange.
-
-    Attributes:
-        timer: when each computation of a step ran.
-        losses: of the last training step's microbatches by their number, summed, on the device; on the last stage.
-        observer: of each computation of a pass; None: there is none.
-    """
+    """Runs microbatches through this rank's stages. `chunks`: the stages of this rank, each stage s = chunk number x p
+    + rank. `transport`: how tensors reach the other stages. `task`: the model's input and loss, and the shapes that
+    stages exchange."""
 
     def __init__(
         self,
@@ -125,9 +105,10 @@ class PipelineRuntime:
     ) -> None:
         self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
         self.last_stage = len(chunks) * group.size - 1
-        self.timer = ActionTimer(transport.device)
+        self.timer = ActionTimer(transport.device)  # when each computation of a step ran
+        # Of the last training step's microbatches by their number, summed, on the device; on the last stage.
         self.losses: dict[int, Tensor] = {}
-        self.observer: ActionObserver | None = None
+        self.observer: ActionObserver | None = None  # of each computation of a pass; None: there is none
         self._parallel = parallel
         self._plans: dict[tuple[bool, int], _Plan] = {}  # by whether it trains, and its microbatches
 
@@ -141,18 +122,11 @@ class PipelineRuntime:
     ) -> Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
-        Args:
-            microbatches: this data-parallel rank's share of the global batch; each has a global `index`.
-            loss_weight: factor of the summed loss, or of each of its sums, before backward.
-            gradients: receives the gradients.
-            on_loss: is given each loss, on the last stage.
-
-        Returns:
-            The summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere.
-
-        Raises:
-            UserError: a stage returns other shapes or types than the next one expects, or a backward that is to be
-                split cannot be.
+        `microbatches`: this data-parallel rank's share of the global batch; each has a global `index`. `loss_weight`:
+        factor of the summed loss, or of each of its sums, before backward. `on_loss`: is given each loss, on the last
+        stage. Returns the summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere. Raises
+        UserError where a stage returns other shapes or types than the next one expects, or a backward that is to be
+        split cannot be.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -172,15 +146,8 @@ class PipelineRuntime:
         *,
         on_loss: OnLoss,
     ) -> None:
-        """Forward and backward of one microbatch, by the actions that a step's schedule has for it; untimed.
-
-        Args:
-            microbatches: of the step.
-            number: of the one to compute.
-            loss_weight: as in the step.
-            gradients: receives the gradients.
-            on_loss: is given the loss, on the last stage.
-        """
+        """Forward and backward of one microbatch, by the actions that a step's schedule has for it; untimed. `number`:
+        of the one to compute. `on_loss`: is given the loss, on the last stage."""
         plan = self._plan(len(microbatches), trains=True).only(number)
         _Run(self, plan, microbatches, loss_weight, gradients, on_loss).execute()
 
@@ -209,17 +176,11 @@ class PipelineRuntime:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A proven schedule, and this rank's part of it.
+    """A proven schedule, and this rank's part of it."""
 
-    Attributes:
-        schedule: of all ranks of the pipeline.
-        batches: this rank's actions, with whether each batch is of transfers.
-        backwards: how many backwards compute weight gradients of a stage, by the stage's number.
-    """
-
-    schedule: Schedule
-    batches: list[tuple[bool, list[Action]]]
-    backwards: Counter[int]
+    schedule: Schedule  # of all ranks of the pipeline
+    batches: list[tuple[bool, list[Action]]]  # this rank's actions, with whether each batch is of transfers
+    backwards: Counter[int]  # how many backwards compute weight gradients of a stage, by the stage's number
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> _Plan:
@@ -462,19 +423,12 @@ Mark = float | torch.Event  # seconds on the wall clock, or a point in the accel
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPass:
-    """A pass over a schedule; times are seconds on the wall clock.
+    """A pass over a schedule; times are seconds on the wall clock."""
 
-    Attributes:
-        start: when it began.
-        end: when it ended.
-        read: when the times were read: after what was computed since.
-        actions: with their times, in order.
-    """
-
-    start: float
-    end: float
-    read: float
-    actions: tuple[Timed, ...]
+    start: float  # when it began
+    end: float  # when it ended
+    read: float  # when the times were read: after what was computed since
+    actions: tuple[Timed, ...]  # with their times, in order
 
     @property
     def computations(self) -> list[Timed]:
@@ -496,18 +450,10 @@ class _Record(NamedTuple):
 
 
 class ActionTimer:
-    """Records the times of the actions of a training step.
-
-    Args:
-        device: that computes.
-
-    Attributes:
-        enabled: whether to time the computations of the next step.
-        tracing: whether to time its transfers too.
-    """
+    """Records the times of the actions of a training step. `tracing`: whether to time its transfers too."""
 
     def __init__(self, device: torch.device) -> None:
-        self.enabled = self.tracing = False
+        self.enabled = self.tracing = False  # whether to time the computations of the next step
         self._device = device
         self._records: list[_Record] = []
         self._pass: tuple[Mark, Mark] | None = None

@@ -83,27 +83,17 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What every rank of a pipeline does, in order.
-
-    Stage s is on rank s mod p: with v stages per rank a microbatch passes v times through the ranks.
-
-    Attributes:
-        name: for messages.
-        ranks: number of pipeline ranks p.
-        virtual_stages: stages per rank, v.
-        microbatches: number of microbatches m.
-        actions: of each rank.
-    """
+    """What every rank of a pipeline does, in order. Stage s is on rank s mod p: with v stages per rank a microbatch
+    passes v times through the ranks."""
 
     name: str
-    ranks: int
-    virtual_stages: int
-    microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
+    ranks: int  # number of pipeline ranks p
+    virtual_stages: int  # stages per rank, v
+    microbatches: int  # number of microbatches m
+    actions: tuple[tuple[Action, ...], ...]  # of each rank
 
     @property
     def stages(self) -> int:
-        """Number of stages of the model, p v."""
         return self.ranks * self.virtual_stages
 
     def computations(self, rank: int) -> list[Action]:
@@ -111,11 +101,8 @@ class Schedule:
         return [action for action in self.actions[rank] if not action.op.is_transfer]
 
     def batches(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:
-        """A rank's actions, batched into transfers, which are posted together, and computations.
-
-        Yields:
-            Whether the batch is of transfers, and the batch.
-        """
+        """A rank's actions, batched into transfers, which are posted together, and computations. Yields whether the
+        batch is of transfers, and the batch."""
         for is_transfer, batch in groupby(self.actions[rank], key=lambda action: action.op.is_transfer):
             yield is_transfer, list(batch)
 
@@ -188,10 +175,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """1F1B: rank r runs p - r - 1 forwards ahead, then a forward and a backward in turn, then the backwards left.
-
-    At most p - r microbatches are in flight.
-    """
+    """1F1B: rank r runs p - r - 1 forwards ahead, then a forward and a backward in turn, then the backwards left. At
+    most p - r microbatches are in flight."""
     ahead = min(ranks - rank - 1, microbatches)
     actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
     for i in range(ahead, microbatches):
@@ -205,11 +190,9 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """Interleaved 1F1B: a rank holds v thin stages, which divides the bubble by v.
-
-    Microbatches go in groups through all of a rank's stages, first to last forward and last to first backward. A group
-    has p microbatches or, where p does not divide m, a few more: with fewer, ranks would wait within a group.
-    """
+    """Interleaved 1F1B: a rank holds v thin stages, which divides the bubble by v. Microbatches go in groups through
+    all of a rank's stages, first to last forward and last to first backward. A group has p microbatches or, where p
+    does not divide m, a few more: with fewer, ranks would wait within a group."""
     count = max(1, microbatches // ranks)
     edges = [microbatches * g // count for g in range(count + 1)]
     groups = [range(first, stop) for first, stop in pairwise(edges)]
@@ -225,11 +208,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """ZB-H1: 1F1B with a split backward, whose second half, the weight gradients, fills the bubble.
-
-    Rank r delays each weight gradient by r microbatches, so that every rank keeps the activations of at most p
-    microbatches, like the first rank of 1F1B.
-    """
+    """ZB-H1: 1F1B with a split backward, whose second half, the weight gradients, fills the bubble. Rank r delays each
+    weight gradient by r microbatches, so that every rank keeps the activations of at most p microbatches, like the
+    first rank of 1F1B."""
     ahead = min(ranks - rank - 1, microbatches)
     actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
     weights = iter([Action(Op.WEIGHT_GRAD, i, rank) for i in range(microbatches)])
@@ -283,17 +264,8 @@ _DURATION = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
 
 
 def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stages: int, microbatches: int) -> Schedule:
-    """A schedule from the computations of each rank.
-
-    Args:
-        name: of the schedule.
-        order: the computations of each rank, in order.
-        virtual_stages: stages per rank.
-        microbatches: number of microbatches.
-
-    Raises:
-        ScheduleError: the computations wait for each other.
-    """
+    """A schedule from the computations of each rank. `order`: the computations of each rank, in order.
+    `virtual_stages`: stages per rank. Raises ScheduleError where the computations wait for each other."""
     ranks = len(order)
     stages = ranks * virtual_stages
     events: list[tuple[float, int, int, int, Action]] = []  # time, transfers first, tie break, rank, action
@@ -316,11 +288,8 @@ def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stag
 
 
 def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[float]]:
-    """When each computation starts at the earliest, with free transfers.
-
-    Raises:
-        ScheduleError: the computations wait for each other.
-    """
+    """When each computation starts at the earliest, with free transfers. Raises ScheduleError where the computations
+    wait for each other."""
     starts: list[list[float]] = [[] for _ in order]
     clock = [0.0] * len(order)
     made: dict[Key, float] = {}
@@ -332,14 +301,8 @@ def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[flo
 
 def possible_order(order: Sequence[Sequence[Action]], stages: int) -> Iterator[tuple[int, Action, list[Key]]]:
     """The computations of all ranks, each after those that it requires: the rank, the computation, what it requires.
-
-    Args:
-        order: the computations of each rank, in order.
-        stages: of the model.
-
-    Raises:
-        ScheduleError: the computations wait for each other.
-    """
+    `order`: the computations of each rank, in order. Raises ScheduleError where the computations wait for each
+    other."""
     position, made, moved = [0] * len(order), set[Key](), True
     while moved:
         moved = False
@@ -367,14 +330,10 @@ Kind = Literal["compute", "wait", "post"]
 
 
 class Timed(NamedTuple):
-    """Something a rank did, with its time on the wall clock, in seconds.
+    """Something a rank did, with its time on the wall clock, in seconds."""
 
-    Attributes:
-        kind: a computation; waiting for a transfer; posting transfers.
-        actions: the one that was computed, or that was waited for (none: for what was sent to leave), or all posted.
-    """
-
-    kind: Kind
+    kind: Kind  # a computation; waiting for a transfer; posting transfers
+    # The one that was computed, or that was waited for (none: for what was sent to leave), or all posted.
     actions: tuple[Action, ...]
     start: float
     end: float

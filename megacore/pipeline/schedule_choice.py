@@ -1,7 +1,5 @@
 """What is left open in a configuration and settled at launch: the schedule of --schedule auto, and stages that fit.
-
-Which schedule is fastest the planner predicts (megacore/plan/fastest_schedule.py); which fits is asked of all ranks.
-"""
+Which schedule is fastest the planner predicts (megacore/plan/fastest_schedule.py); which fits is asked of all ranks."""
 
 from __future__ import annotations
 
@@ -51,24 +49,16 @@ def is_auto(config: ResolvedConfig) -> bool:
 def choose_schedule(
     config: ResolvedConfig, choices: Sequence[ScheduleChoice], fits: Callable[[ResolvedConfig], bool]
 ) -> ResolvedConfig:
-    """The configuration with the first schedule that fits, or the last.
-
-    Args:
-        config: a resolved configuration.
-        choices: the fastest first.
-        fits: whether every rank has the memory for a configuration. The last choice is not asked about.
-    """
+    """The configuration with the first schedule that fits, or the last. `fits`: whether every rank has the memory for a
+    configuration. The last choice is not asked about."""
     *faster, last = (choice.of(config) for choice in choices)
     return next((candidate for candidate in faster if fits(candidate)), last)
 
 
 def with_stages_that_fit(config: ResolvedConfig, fits: Callable[[ResolvedConfig], bool]) -> ResolvedConfig:
     """The configuration with stages balanced by parameters, where those balanced by time do not fit and these do.
-
-    Args:
-        config: a resolved configuration, with its schedule.
-        fits: whether every rank has the memory for a configuration.
-    """
+    `config`: a resolved configuration, with its schedule. `fits`: whether every rank has the memory for a
+    configuration."""
     parallel = config.parallel
     is_open = parallel.pipeline_balance == "time" and parallel.pipeline_layout is None
     if parallel.pp == 1 or not is_open or fits(config):

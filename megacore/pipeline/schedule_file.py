@@ -21,14 +21,8 @@ _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 
 
 def load_schedule(path: Path) -> Schedule:
-    """Read and prove a schedule.
-
-    Args:
-        path: the CSV file.
-
-    Raises:
-        ScheduleError: the file cannot be read, a cell is no computation, or the schedule cannot be run.
-    """
+    """Read and prove a schedule. Raises ScheduleError where the file cannot be read, a cell is no computation, or the
+    schedule cannot be run."""
     example = "write one row per rank, such as 0F0,0F1,0B0,0B1"
     try:
         if problem := unreadable(path):
@@ -61,11 +55,8 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def check_schedule(config: ResolvedConfig) -> None:
-    """Compare the schedule of `--schedule-csv`, if any, with the run that it is to serve.
-
-    Raises:
-        ScheduleError: it cannot be run, or is for other degrees or another number of microbatches.
-    """
+    """Compare the schedule of `--schedule-csv`, if any, with the run that it is to serve. Raises ScheduleError where it
+    cannot be run, or is for other degrees or another number of microbatches."""
     if config.parallel.schedule_csv is None:
         return
     try:
@@ -87,12 +78,8 @@ _built_schedule = lru_cache(maxsize=4)(build_schedule)  # the launch summary ask
 
 
 def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """What all ranks of a pipeline do in a training step, as configured.
-
-    Args:
-        parallel: names the schedule, or its file, and gives the pipeline's size.
-        microbatches: per replica and step.
-    """
+    """What all ranks of a pipeline do in a training step, as configured. `parallel`: names the schedule, or its file,
+    and gives the pipeline's size. `microbatches`: per replica and step."""
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
     return _built_schedule(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)

@@ -1,8 +1,6 @@
-"""The specs of the tensors that stages exchange, from a trial: one forward of a microbatch, stage by stage.
-
-The ranks of the pipeline run their stages in turn, in evaluation mode and without gradients, and send the specs of the
-outputs to the others; the next stage runs on zeros of these. A layer that cannot be used is refused on all ranks.
-"""
+"""The specs of the tensors that stages exchange, from a trial: one forward of a microbatch, stage by stage. The ranks
+of the pipeline run their stages in turn, in evaluation mode and without gradients, and send the specs of the outputs to
+the others; the next stage runs on zeros of these. A layer that cannot be used is refused on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +18,7 @@ Specs = tuple[TensorSpec, ...]
 
 
 class StageShapes:
-    """The specs of the inputs of every stage, by those of the model's input.
-
-    Args:
-        chunks: the stages of this rank.
-        transport: of the pipeline.
-    """
+    """The specs of the inputs of every stage, by those of the model's input. `chunks`: the stages of this rank."""
 
     def __init__(self, chunks: Sequence[Stage], transport: Transport) -> None:
         self._chunks, self._transport = chunks, transport
@@ -42,15 +35,9 @@ class StageShapes:
 
     @torch.no_grad()
     def learn(self, inputs: Any, first: Any) -> None:
-        """Try a microbatch; all ranks of the pipeline call this together.
-
-        Args:
-            inputs: of the model, whose specs are the key.
-            first: the input of the first layer, on the device if this rank holds that layer.
-
-        Raises:
-            UserError: a layer fails, or returns what cannot be sent; with the same message on every rank.
-        """
+        """Try a microbatch; all ranks of the pipeline call this together. `inputs`: of the model, whose specs are the
+        key. `first`: the input of the first layer, on the device if this rank holds that layer. Raises UserError where
+        a layer fails, or returns what cannot be sent; with the same message on every rank."""
         group = self._transport.group
         outputs: list[Specs] = []
         for stage in range(len(self._chunks) * group.size):

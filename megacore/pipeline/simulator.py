@@ -1,7 +1,5 @@
 """How long a schedule takes, and when which rank computes what: the time line for given costs, and with it the bubble.
-
-The lists are run exactly as the ranks will run them, transfers included, but without tensors.
-"""
+The lists are run exactly as the ranks will run them, transfers included, but without tensors."""
 
 from __future__ import annotations
 
@@ -26,19 +24,12 @@ from megacore.pipeline.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Durations in any unit; of each stage of the model.
+    """Durations in any unit; of each stage of the model."""
 
-    Attributes:
-        forward: of each stage.
-        input_grad: of each stage.
-        weight_grad: of each stage; a whole backward takes both.
-        transfer: from the end of a computation to the arrival of its result at another rank.
-    """
-
-    forward: Sequence[float]
-    input_grad: Sequence[float]
-    weight_grad: Sequence[float]
-    transfer: float = 0.0
+    forward: Sequence[float]  # of each stage
+    input_grad: Sequence[float]  # of each stage
+    weight_grad: Sequence[float]  # of each stage; a whole backward takes both
+    transfer: float = 0.0  # from the end of a computation to the arrival of its result at another rank
 
     @classmethod
     def uniform(cls, stages: int, transfer: float = 0.0) -> Costs:
@@ -60,7 +51,6 @@ class Costs:
         )
 
     def of(self, action: Action) -> float:
-        """Duration of a computation."""
         s = action.stage
         return {
             Op.FORWARD: self.forward[s],
@@ -81,13 +71,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What each rank computes when.
+    """What each rank computes when."""
 
-    Attributes:
-        spans: of each rank, in order.
-    """
-
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[Span]] = field(default_factory=list)  # of each rank, in order
 
     @property
     def end(self) -> float:
@@ -96,7 +82,6 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """How long each rank computes."""
         return [sum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
@@ -106,28 +91,14 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The time line, if transfers run beside computations and messages between two ranks keep their order.
-
-    Args:
-        schedule: with its transfers.
-        costs: durations.
-
-    Raises:
-        ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
-    """
+    """The time line, if transfers run beside computations and messages between two ranks keep their order. Raises
+    ScheduleError where a rank would wait for ever, or two sides of a transfer do not fit."""
     return Simulator.of_schedule(schedule).timeline(costs)
 
 
 def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict[int, int]:
-    """Let every rank take its steps in order, as long as any can.
-
-    Args:
-        lengths: number of steps of each rank.
-        advance: (rank, step) -> whether it could be taken.
-
-    Returns:
-        Rank -> step at which it is stuck.
-    """
+    """Let every rank take its steps in order, as long as any can. `lengths`: number of steps of each rank. `advance`:
+    (rank, step) -> whether it could be taken. Returns rank -> step at which it is stuck."""
     position = [0] * len(lengths)
     moved = True
     while moved:
@@ -140,51 +111,33 @@ def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict
 
 
 class _Step(NamedTuple):
-    """A computation. What its rank computed itself exists when its turn comes.
-
-    Attributes:
-        rank: that computes.
-        action: what.
-        awaited: for each tensor from another rank the number, from 1, of the step after which that rank sends it; 0:
-            at the beginning.
-    """
+    """A computation. What its rank computed itself exists when its turn comes."""
 
     rank: int
     action: Action
+    # For each tensor from another rank the number, from 1, of the step after which that rank sends it; 0: at the
+    # beginning.
     awaited: tuple[int, ...]
 
 
 class Simulator:
-    """Simulates one schedule with any costs: what waits for what does not depend on them, and is found once.
-
-    Args:
-        ranks: of the pipeline.
-        steps: the computations, each after those that it waits for.
-    """
+    """Simulates one schedule with any costs: what waits for what does not depend on them, and is found once. `steps`:
+    the computations, each after those that it waits for."""
 
     def __init__(self, ranks: int, steps: Sequence[_Step]) -> None:
         self._ranks, self._steps = ranks, steps
 
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> Self:
-        """Of a schedule with its transfers, every one of which is checked.
-
-        Raises:
-            ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
-        """
+        """Of a schedule with its transfers, every one of which is checked. Raises ScheduleError where a rank would wait
+        for ever, or two sides of a transfer do not fit."""
         return cls(schedule.ranks, _Machine(schedule).steps)
 
     @classmethod
     def of_computations(cls, order: Sequence[Sequence[Action]], stages: int) -> Self:
         """Of ranks that send every result at once, as `with_transfers` makes them do: the same times in less time.
-
-        Args:
-            order: the computations of each rank, in order.
-            stages: of the model.
-
-        Raises:
-            ScheduleError: the computations wait for each other.
-        """
+        `order`: the computations of each rank, in order. Raises ScheduleError where the computations wait for each
+        other."""
         ranks, steps = len(order), list[_Step]()
         number: dict[Key, int] = {}  # of the step that makes it, from 1
         for rank, action, needed in possible_order(order, stages):
@@ -193,7 +146,6 @@ class Simulator:
         return cls(ranks, steps)
 
     def timeline(self, costs: Costs) -> Timeline:
-        """What each rank computes when."""
         spans: list[list[Span]] = [[] for _ in range(self._ranks)]
         starts, ends = self._times(costs)
         for step, start, end in zip(self._steps, starts, ends[1:], strict=True):
@@ -241,7 +193,6 @@ class _Machine:
             raise ScheduleError(f"the schedule deadlocks: {names}")
 
     def _advance(self, rank: int, step: int) -> bool:
-        """Take a rank's next step if it can be taken."""
         action = self._schedule.actions[rank][step]
         if action.op.is_transfer:
             self._transfer(rank, action)

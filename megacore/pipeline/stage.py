@@ -53,14 +53,6 @@ class Stage(nn.Module):
         earlier: parameters of earlier stages on this rank, by global name, with which layers may be tied.
         number: number of this stage among those of its rank.
         build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
-
-    Attributes:
-        specs: descriptions of the layers, which are built or to be built.
-        names: the layers' names, which messages show.
-        number: number of this stage among those of its rank.
-        runner: applies the layers; None: they are called.
-        first_outputs: graph edges of the output of the first layer that has gradients, in the last forward.
-        tied_copies: parameters that are first used on another stage, by global name.
     """
 
     def __init__(
@@ -73,20 +65,21 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
+        # `specs`: descriptions of the layers, which are built or to be built.
         self.specs, self._earlier = list(layers), {} if earlier is None else earlier
-        self.names = [spec.name for spec in layers]
-        self.number = number
-        self.runner: LayerRunner | None = None
+        self.names = [spec.name for spec in layers]  # the layers' names, which messages show
+        self.number = number  # number of this stage among those of its rank
+        self.runner: LayerRunner | None = None  # applies the layers; None: they are called
+        # Graph edges of the output of the first layer that has gradients, in the last forward.
         self.first_outputs: tuple[GradientEdge, ...] = ()
+        # Parameters that are first used on another stage, by global name.
         self.tied_copies: dict[str, ShardedParameter] = {}
         for _ in self.build_layers() if build else ():
             pass
 
     def build_layers(self) -> Iterator[nn.Module]:
-        """Build one layer at a time; when it is yielded it is in `layers`, and its parameters have their names.
-
-        The caller may replace the layer in `layers`, or move its parameters, before the next is built.
-        """
+        """Build one layer at a time; when it is yielded it is in `layers`, and its parameters have their names. The
+        caller may replace the layer in `layers`, or move its parameters, before the next is built."""
         for spec in self.specs:
             layer = spec.build()
             if spec.tied:
@@ -98,12 +91,9 @@ class Stage(nn.Module):
             yield layer
 
     def forward(self, x: Any, last_inputs: Callable[[], tuple[Tensor, ...]] = tuple) -> Any:
-        """The output of the last layer for the input of the first.
-
-        Args:
-            x: a tensor or a tuple of tensors, as is what comes out.
-            last_inputs: gives what follows the last layer's input from the layer before it, and is called before it.
-        """
+        """The output of the last layer for the input of the first. `x`: a tensor or a tuple of tensors, as is what
+        comes out. `last_inputs`: gives what follows the last layer's input from the layer before it, and is called
+        before it."""
         self.first_outputs = ()
         for index in range(len(self.layers)):
             if index == len(self.layers) - 1 and (more := last_inputs()):
@@ -137,11 +127,8 @@ class Stage(nn.Module):
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
-    """The tensors that pass between layers, as a tuple.
-
-    Raises:
-        TypeError: it is neither a tensor nor a tuple of tensors.
-    """
+    """The tensors that pass between layers, as a tuple. Raises TypeError where it is neither a tensor nor a tuple of
+    tensors."""
     tensors = (value,) if isinstance(value, Tensor) else value
     if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")

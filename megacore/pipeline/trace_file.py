@@ -42,15 +42,10 @@ _SHORTEST_IDLE = 1.0  # microseconds
 
 class TracedTransfer(NamedTuple):
     """A collective that a rank posted or waited for, or a copy from or to host memory, with its time on the wall clock,
-    in seconds.
+    in seconds."""
 
-    Attributes:
-        name: `all-reduce over dp`, `gradients to host`.
-        nbytes: its size on this rank.
-    """
-
-    name: str
-    nbytes: int
+    name: str  # `all-reduce over dp`, `gradients to host`
+    nbytes: int  # its size on this rank
     start: float
     end: float
 
@@ -71,25 +66,14 @@ class TracedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What a rank did.
+    """What a rank did."""
 
-    Attributes:
-        coordinates: along each dimension of the mesh, by name.
-        steps: its passes.
-    """
-
-    coordinates: dict[str, int]
+    coordinates: dict[str, int]  # along each dimension of the mesh, by name
     steps: tuple[TracedStep, ...]
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> None:
-    """Write the trace of all ranks of a run, whole or not at all.
-
-    Args:
-        path: of the file.
-        ranks: in order.
-        schedule: what they executed.
-    """
+    """Write the trace of all ranks of a run, whole or not at all."""
     steps = [step for rank in ranks for step in rank.steps]
     origin = min(t for step in steps for t in (step.start, *(one.start for one in step.collectives + step.copies)))
     events = [event for pid, rank in enumerate(ranks) for event in _events(pid, rank, origin)]
@@ -198,34 +182,21 @@ _ROUNDING = 0.001  # milliseconds
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPass:
-    """One step of one pipeline as it ran, in milliseconds from its first computation.
+    """One step of one pipeline as it ran, in milliseconds from its first computation."""
 
-    Attributes:
-        step: number of the step.
-        schedule: what was executed; proven.
-        timeline: when.
-        costs: mean time of each stage's computations.
-        early: by how much a computation begins before what it needs from another rank ends, at most: on machines whose
-            clocks differ.
-    """
-
-    step: int
-    schedule: Schedule
+    step: int  # number of the step
+    schedule: Schedule  # what was executed; proven
     timeline: Timeline
-    costs: Costs
+    costs: Costs  # mean time of each stage's computations
+    # By how much a computation begins before what it needs from another rank ends, at most: on machines whose clocks
+    # differ.
     early: float
 
 
 def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
-    """The pipeline whose ranks are first along every other dimension of the mesh, in one step of a trace.
-
-    Args:
-        path: of a file that `write_trace` wrote.
-        step: which one; None: the last.
-
-    Raises:
-        UserError: the file is not such a one, does not have the step, or the step's actions are no schedule.
-    """
+    """The pipeline whose ranks are first along every other dimension of the mesh, in one step of a trace. `path`: of a
+    file that `write_trace` wrote. `step`: which one; None: the last. Raises UserError where the file is not such a one,
+    does not have the step, or the step's actions are no schedule."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["otherData"]
@@ -290,11 +261,8 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _rows(spans: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
-    """What each rank did, in order, from the first computation of all on.
-
-    Raises:
-        ScheduleError: ranks are missing or there twice, or one does two things at once.
-    """
+    """What each rank did, in order, from the first computation of all on. Raises ScheduleError where ranks are missing
+    or there twice, or one does two things at once."""
     if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(f"its processes are the pipeline ranks {', '.join(map(str, ranks))}")
     first = min(span.start for _, span in spans)
@@ -337,47 +305,29 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSum:
-    """All-reduces of one size that a forward waited for, over the ranks of a tensor-parallel group.
+    """All-reduces of one size that a forward waited for, over the ranks of a tensor-parallel group."""
 
-    Attributes:
-        bytes: of the tensor.
-        ranks: of the group.
-        seconds: each time, from when the last rank began it.
-    """
-
-    bytes: int
-    ranks: int
-    seconds: tuple[float, ...]
+    bytes: int  # of the tensor
+    ranks: int  # of the group
+    seconds: tuple[float, ...]  # each time, from when the last rank began it
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTransfers:
-    """How long transfers took by themselves: without the wait for a rank that is not ready.
+    """How long transfers took by themselves: without the wait for a rank that is not ready."""
 
-    Attributes:
-        messages: seconds of messages between stages for which the receiver waited already when they were sent.
-        sums: of tensor parallelism.
-        passes: seconds of each traced step, by its number, from the start of its first pass to the end of its update.
-    """
-
+    # Seconds of messages between stages for which the receiver waited already when they were sent.
     messages: tuple[float, ...]
-    sums: tuple[MeasuredSum, ...]
+    sums: tuple[MeasuredSum, ...]  # of tensor parallelism
+    # Seconds of each traced step, by its number, from the start of its first pass to the end of its update.
     passes: dict[int, float]
 
 
 def read_transfers(path: Path) -> MeasuredTransfers:
-    """What a trace says of transfers.
-
-    Of a message only what follows both sides' readiness is its own time, and only where the receiver waited first: a
-    message that was there before it was asked for says nothing. The same holds for a collective, from its last rank's
-    beginning. Only those in a forward are taken: others may run beside computations.
-
-    Args:
-        path: of a file that `write_trace` wrote.
-
-    Raises:
-        UserError: it is not such a one.
-    """
+    """What a trace says of transfers. Of a message only what follows both sides' readiness is its own time, and only
+    where the receiver waited first: a message that was there before it was asked for says nothing. The same holds for a
+    collective, from its last rank's beginning. Only those in a forward are taken: others may run beside computations.
+    `path`: of a file that `write_trace` wrote. Raises UserError where it is not such a one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         events = [event for event in content["traceEvents"] if event["ph"] == "X"]

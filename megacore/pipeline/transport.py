@@ -53,13 +53,7 @@ class _Posted:
 
 
 class Arrival:
-    """Tensors that are being received.
-
-    Args:
-        tensors: to be filled.
-        works: what to wait for.
-        watched: marks the wait for the watchdog.
-    """
+    """Tensors that are being received. `tensors`: to be filled. `watched`: marks the wait for the watchdog."""
 
     def __init__(
         self, tensors: tuple[Tensor, ...], works: list[dist.Work], watched: AbstractContextManager[Any]
@@ -77,12 +71,7 @@ class Arrival:
 
 
 class Transport:
-    """Sends and receives along a pipeline.
-
-    Args:
-        group: the pipeline group.
-        device: where tensors live.
-    """
+    """Sends and receives along a pipeline."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -91,11 +80,7 @@ class Transport:
         self._to, self._from = [(me, peer) for peer in group.ranks], [(peer, me) for peer in group.ranks]
 
     def post(self, transfers: Sequence[Transfer]) -> list[Arrival]:
-        """Begin all transfers at once.
-
-        Returns:
-            One for each receive, in order.
-        """
+        """Begin all transfers at once. Returns one for each receive, in order."""
         operations: list[dist.P2POp] = []
         posted: list[_Posted] = []
         for transfer in transfers:

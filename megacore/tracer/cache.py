@@ -54,14 +54,8 @@ _FREE: Mapping[str, frozenset[str]] = {
 def profiles_of(
     config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool = True
 ) -> list[StepProfile]:
-    """The profile of each of these ranks of a pipeline, of the first in its stage.
-
-    Args:
-        config: a resolved configuration.
-        ranks: numbers in the pipeline.
-        on_cpu: whether the ranks compute in host memory.
-        shares_work: whether other processes trace.
-    """
+    """The profile of each of these ranks of a pipeline, of the first in its stage. `on_cpu`: whether the ranks compute
+    in host memory."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("tracing memory needs torch: install it, or use --estimate")
     paths = [_path(config, rank, on_cpu=on_cpu) for rank in ranks]

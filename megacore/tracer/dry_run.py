@@ -47,31 +47,19 @@ _ROUNDING, _SCALARS, _TRANSIENT, _SMALL = 0.001, 4096, 0.01, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One rank's steps.
+    """One rank's steps."""
 
-    Attributes:
-        rank: its number in the job.
-        microbatches: that it computed, in each step.
-        planned: what the planner says of the last step.
-        planned_state: bytes by kind that it holds after it.
-        parameters: that it holds, padding included.
-        state: bytes that it holds after the last step, by kind; empty where it failed.
-        padding: share of the flat buffers that is padding.
-        peak: most bytes of tensors on its device at one time.
-        problem: why it failed, and where; None: it did not.
-        alike: numbers of the ranks of other stages that are of the same kind.
-    """
-
-    rank: int
-    microbatches: Sequence[int]
-    planned: RankMemory
-    planned_state: Mapping[str, float] = field(default_factory=dict)
-    parameters: int = 0
+    rank: int  # its number in the job
+    microbatches: Sequence[int]  # that it computed, in each step
+    planned: RankMemory  # what the planner says of the last step
+    planned_state: Mapping[str, float] = field(default_factory=dict)  # bytes by kind that it holds after it
+    parameters: int = 0  # that it holds, padding included
+    # Bytes that it holds after the last step, by kind; empty where it failed.
     state: Mapping[str, int] = field(default_factory=dict)
-    padding: float = 0.0
-    peak: int = 0
-    problem: str | None = None
-    alike: Sequence[int] = ()
+    padding: float = 0.0  # share of the flat buffers that is padding
+    peak: int = 0  # most bytes of tensors on its device at one time
+    problem: str | None = None  # why it failed, and where; None: it did not
+    alike: Sequence[int] = ()  # numbers of the ranks of other stages that are of the same kind
 
     @property
     def is_filled(self) -> bool:
@@ -80,7 +68,6 @@ class RankReport:
 
     @property
     def result(self) -> str:
-        """One word."""
         return "fails" if self.problem is not None else "differs" if self.differences else "OK"
 
     @property
@@ -103,17 +90,9 @@ class RankReport:
 
 
 def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[RankReport]:
-    """Steps of one rank of each kind, by rank.
-
-    Args:
-        config: resolved, for any number of ranks.
-        on_cpu: whether the job computes on CPUs; otherwise on accelerators, with Triton's kernels unless `--kernels`
-            says otherwise.
-        workers: processes that share the ranks; 1: this one.
-
-    Raises:
-        ConfigError: a setting cannot run on fake tensors.
-    """
+    """Steps of one rank of each kind, by rank. `config`: resolved, for any number of ranks. `on_cpu`: whether the job
+    computes on CPUs; otherwise on accelerators, with Triton's kernels unless `--kernels` says otherwise. `workers`:
+    processes that share the ranks; 1: this one. Raises ConfigError where a setting cannot run on fake tensors."""
     if problems := list(unfit_settings(config)):
         raise ConfigError(problems)
     return _reports(config.for_device(on_cpu=on_cpu), on_cpu=on_cpu, workers=workers)
@@ -128,14 +107,9 @@ def _reports(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[
 
 
 def rank_kinds(config: ResolvedConfig) -> list[list[int]]:
-    """The first and last ranks along each dimension of every stage, by kind; both in ascending order.
-
-    Ranks of different stages are of one kind if they are not the first of their stage, hold layers of the same sizes
-    and take the same actions on the microbatches of their step.
-
-    Args:
-        config: resolved, for any number of ranks.
-    """
+    """The first and last ranks along each dimension of every stage, by kind; both in ascending order. Ranks of
+    different stages are of one kind if they are not the first of their stage, hold layers of the same sizes and take
+    the same actions on the microbatches of their step. `config`: resolved, for any number of ranks."""
     parallel, layers = config.parallel, outline(config)
     stages, degrees, pipeline = stage_ranges(layers, config), parallel.degrees, pipeline_dimension()
     schedule = training_schedule(parallel, _few(config))
@@ -172,12 +146,9 @@ def _few(config: ResolvedConfig) -> int:
 
 
 def microbatch_counts(config: ResolvedConfig, rank: int) -> list[int]:
-    """How many microbatches a rank computes in each of its steps.
-
-    The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
-    keeps in flight, until the gradients of weights where the schedule splits backward. The others differ from it in
-    shards and padding only.
-    """
+    """How many microbatches a rank computes in each of its steps. The first rank of a stage takes a second step, with
+    the optimizer's state in memory and as many microbatches as it keeps in flight, until the gradients of weights where
+    the schedule splits backward. The others differ from it in shards and padding only."""
     parallel, few = config.parallel, _few(config)
     coordinates = coordinates_of(rank, parallel.degrees)
     is_first = not any(coordinates[d.name] for d in DIMENSIONS if d.divides != "stages")
@@ -194,13 +165,8 @@ def microbatch_counts(config: ResolvedConfig, rank: int) -> list[int]:
 
 
 def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
-    """Build one rank of the job and take its steps.
-
-    Args:
-        config: resolved, with the defaults of its device.
-        rank: which one.
-        on_cpu: whether the job computes on CPUs.
-    """
+    """Build one rank of the job and take its steps. `config`: resolved, with the defaults of its device. `on_cpu`:
+    whether the job computes on CPUs."""
     counts = microbatch_counts(config, rank)
     training = config.training
     samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)

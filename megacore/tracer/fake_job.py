@@ -1,8 +1,6 @@
-"""One rank of a job that does not run: its device, its memory and all other ranks are missing.
-
-Tensors are fake (torch's FakeTensorMode): they have shapes, types and devices, and no values. Collectives return at
-once, and what they receive has the right shape. The program itself is the real one.
-"""
+"""One rank of a job that does not run: its device, its memory and all other ranks are missing. Tensors are fake
+(torch's FakeTensorMode): they have shapes, types and devices, and no values. Collectives return at once, and what they
+receive has the right shape. The program itself is the real one."""
 
 from __future__ import annotations
 
@@ -41,14 +39,8 @@ are finite."""
 def fake_job(
     parallel: ParallelConfig, *, rank: int = 0, device: torch.device = CPU, kernels: ops.Choice
 ) -> Iterator[Mesh]:
-    """The mesh of one rank; inside, all new tensors are fake.
-
-    Args:
-        parallel: the degrees.
-        rank: which rank.
-        device: of its tensors: the CPU, or `absent_accelerator()`.
-        kernels: whether operators run as Triton kernels.
-    """
+    """The mesh of one rank; inside, all new tensors are fake. `device`: of its tensors: the CPU, or
+    `absent_accelerator()`. `kernels`: whether operators run as Triton kernels."""
     mesh = fake_mesh(parallel, rank=rank, device=device)
     try:
         with ExitStack() as stack:
@@ -90,7 +82,7 @@ class NoWeights(InitialWeights):
     """Leaves parameters as they are: they have no values."""
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Do nothing."""
+        """Leaves fake weights as they are."""
 
 
 class _FakeTensors(FakeTensorMode):
@@ -117,10 +109,10 @@ class _AbsentModule(backend_registration._DummyBackendModule):
         return torch.zeros(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Do nothing."""
+        """Nothing to set."""
 
     def manual_seed(self, seed: int) -> None:
-        """Do nothing."""
+        """Nothing to seed."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """For `torch.utils.checkpoint`."""

@@ -1,7 +1,5 @@
-"""What training takes of a rank's memory, traced: a rank of each kind takes a step on fake tensors (profile.py).
-
-From what its layers did the peak of every rank of the pipeline follows, by the actions of its schedule.
-"""
+"""What training takes of a rank's memory, traced: a rank of each kind takes a step on fake tensors (profile.py). From
+what its layers did the peak of every rank of the pipeline follows, by the actions of its schedule."""
 
 from __future__ import annotations
 
@@ -23,14 +21,8 @@ def traced_rank(
     config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int, *, on_cpu: bool, number: int | None = None
 ) -> RankMemory:
     """The memory of one rank of a pipeline, which takes a step on fake tensors. Loads torch, unless it is known.
-
-    Args:
-        config: a resolved configuration.
-        layers: the whole model.
-        rank: in the pipeline.
-        on_cpu: whether the ranks compute in host memory.
-        number: of the rank in its stage; None: the one that keeps most.
-    """
+    `layers`: the whole model. `on_cpu`: whether the ranks compute in host memory. `number`: of the rank in its stage;
+    None: the one that keeps most."""
     config = as_computed(config, on_cpu=on_cpu)
     cut = Cut(config, layers)
     (profile,) = profiles_of(config, [rank], on_cpu=on_cpu, shares_work=False)

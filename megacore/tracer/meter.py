@@ -20,20 +20,13 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 class Meter(TorchDispatchMode):
-    """Counts each storage once while it exists. The host reads the values of fake tensors as `HOST_READS` says.
-
-    Args:
-        device: whose tensors count.
-
-    Attributes:
-        held: bytes on the device now.
-        peak: most bytes on the device since the last `restart`.
-        on_host: bytes in host memory now; those of `device` where that is the host.
-    """
+    """Counts each storage once while it exists. The host reads the values of fake tensors as `HOST_READS` says. `peak`:
+    most bytes on the device since the last `restart`. `on_host`: bytes in host memory now; those of `device` where that
+    is the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.held = self.peak = self.on_host = 0
+        self.held = self.peak = self.on_host = 0  # bytes on the device now
         self._kind = device.type
         self._sizes = dict[int, tuple[bool, int]]()  # by storage: whether it is on the device, and bytes
         self._within: dict[Hashable, int] = {}

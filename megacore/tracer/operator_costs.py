@@ -1,8 +1,6 @@
-"""What operators compute: the cost of each operator that multiplies matrices or attends, in FLOPs.
-
-All other operators are limited by the bytes that they move. An operator that may compute and has no cost here is an
-error: without one, its time would silently be that of its bytes.
-"""
+"""What operators compute: the cost of each operator that multiplies matrices or attends, in FLOPs. All other operators
+are limited by the bytes that they move. An operator that may compute and has no cost here is an error: without one, its
+time would silently be that of its bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +17,12 @@ from megacore.plan.roofline import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one call of an operator computes.
+    """What one call of an operator computes."""
 
-    Attributes:
-        kind: which of the device's efficiencies applies.
-        flops: by the full-attention convention, backward of attention twice its forward.
-        work: FLOPs that are executed.
-        name: under which launches are listed; None: the operator's.
-    """
-
-    kind: Kind
-    flops: float
-    work: float
-    name: str | None = None
+    kind: Kind  # which of the device's efficiencies applies
+    flops: float  # by the full-attention convention, backward of attention twice its forward
+    work: float  # FLOPs that are executed
+    name: str | None = None  # under which launches are listed; None: the operator's
 
 
 Arguments = Mapping[str, Any]
@@ -39,15 +30,9 @@ Arguments = Mapping[str, Any]
 
 
 def operator_cost(operator: Any, arguments: Arguments) -> Cost | None:
-    """The cost of a call; None: the operator is limited by the bytes that it moves.
-
-    Args:
-        operator: the `torch._ops.OpOverload` that is called.
-        arguments: of the call.
-
-    Raises:
-        NotImplementedError: the operator may compute, and its cost is not known.
-    """
+    """The cost of a call; None: the operator is limited by the bytes that it moves. `operator`: the
+    `torch._ops.OpOverload` that is called. Raises NotImplementedError where the operator may compute, and its cost is
+    not known."""
     full_name = operator._schema.name
     namespace, name = full_name.split("::")
     if (cost := COSTS.get(full_name)) is not None:

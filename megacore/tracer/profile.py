@@ -44,13 +44,8 @@ from megacore.zero.memory import measured_bytes
 
 
 def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfile:
-    """A step of one rank, the first of its stage.
-
-    Args:
-        config: a resolved configuration, for any number of ranks.
-        rank: its number in the pipeline.
-        on_cpu: whether the ranks compute in host memory.
-    """
+    """A step of one rank, the first of its stage. `config`: a resolved configuration, for any number of ranks. `rank`:
+    its number in the pipeline. `on_cpu`: whether the ranks compute in host memory."""
     built = [[layers[number] for number in numbers] for layers, numbers in _stages(config)]
     again = {
         layer.name
@@ -141,21 +136,13 @@ def _traceable(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> ResolvedCo
 
 
 class _Log:
-    """Notes the passages of each action.
-
-    Args:
-        meter: that counts bytes.
-
-    Attributes:
-        passages: of each action, in order.
-        count_state: bytes of the rank's state by kind.
-        begun: bytes on the device before the first action.
-        state: by kind, before the first action.
-    """
+    """Notes the passages of each action. `meter`: that counts bytes."""
 
     def __init__(self, meter: Meter) -> None:
-        self.passages = list[tuple[Action, list[Passage]]]()
-        self.count_state: Callable[[], dict[str, int]] = dict
+        self.passages = list[tuple[Action, list[Passage]]]()  # of each action, in order
+        self.count_state: Callable[[], dict[str, int]] = dict  # bytes of the rank's state by kind
+        # `state`: by kind, before the first action.
+        # `begun`: bytes on the device before the first action.
         self.begun, self.state = 0, dict[str, int]()
         self._meter, self._open = meter, list[Passage]()
         self._layer, self._began, self._on_host, self._is_open = -1, 0, 0, False

@@ -27,50 +27,32 @@ _LONGEST_PATTERN = 8  # layers after which a stage may repeat itself
 
 
 class Passage(NamedTuple):
-    """What one layer does to a rank's memory within an action.
+    """What one layer does to a rank's memory within an action."""
 
-    Attributes:
-        layer: its number among the layers of the stage that are built; -1: what comes before the first.
-        high: most bytes above those at its beginning.
-        net: bytes at its end above those at its beginning.
-        net_on_host: the same in host memory, of ranks that compute elsewhere.
-    """
-
-    layer: int
-    high: int
-    net: int
-    net_on_host: int = 0
+    layer: int  # its number among the layers of the stage that are built; -1: what comes before the first
+    high: int  # most bytes above those at its beginning
+    net: int  # bytes at its end above those at its beginning
+    net_on_host: int = 0  # the same in host memory, of ranks that compute elsewhere
 
 
 class Pass(NamedTuple):
-    """What an action does to a rank's memory.
+    """What an action does to a rank's memory."""
 
-    Attributes:
-        after: what `left_by` says of it.
-        passages: of its layers, in order.
-    """
-
-    after: str
-    passages: Sequence[Passage]
+    after: str  # what `left_by` says of it
+    passages: Sequence[Passage]  # of its layers, in order
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """A rank's memory in a step.
+    """A rank's memory in a step."""
 
-    Attributes:
-        beside_state: bytes on the device when a step begins that are not state.
-        lasting_gradients: share of the gradients among the state that exist when a step begins; it makes the others.
-        updating: most bytes on the device that are not state while weights are updated.
-        passes: by operation and number of the stage on the rank: those of the microbatches that run, in order.
-        messages: bytes of what each stage receives: inputs, and gradients of its outputs.
-    """
-
-    beside_state: int
+    beside_state: int  # bytes on the device when a step begins that are not state
+    # Share of the gradients among the state that exist when a step begins; it makes the others.
     lasting_gradients: float
-    updating: int
+    updating: int  # most bytes on the device that are not state while weights are updated
+    # By operation and number of the stage on the rank: those of the microbatches that run, in order.
     passes: Mapping[tuple[Op, int], Sequence[Pass]]
-    messages: Mapping[tuple[Op, int], int]
+    messages: Mapping[tuple[Op, int], int]  # bytes of what each stage receives: inputs, and gradients of its outputs
 
 
 MOST_UNLIKE = 4
@@ -79,8 +61,8 @@ MOST_UNLIKE = 4
 
 def microbatches_that_run(config: ResolvedConfig, rank: int) -> int:
     """Microbatches of a rank's profile. By their place in a step there are three kinds, the first, the last, and those
-    between. On ZeRO's stages 2 and 3 the second one is unlike later ones. Where an action leaves memory to the next,
-    as many run as show each action after all those that come before it in a step."""
+    between. On ZeRO's stages 2 and 3 the second one is unlike later ones. Where an action leaves memory to the next, as
+    many run as show each action after all those that come before it in a step."""
     if config.parallel.schedule_csv is not None:  # it is made for a number of microbatches
         return config.microbatches
     least = min(MOST_UNLIKE if config.parallel.zero_stage >= 2 else 3, config.microbatches)
@@ -101,12 +83,8 @@ def successions(config: ResolvedConfig, rank: int, microbatches: int) -> frozens
 
 def left_by(config: ResolvedConfig, order: Sequence[Action]) -> list[str]:
     """For each computation of a rank, those before it that may have left memory which this one frees: the last two
-    blocks whose activations are offloaded stay on the device until the next block comes (megacore/parallel/saved.py).
-
-    Args:
-        config: a resolved configuration.
-        order: the rank's computations.
-    """
+    blocks whose activations are offloaded stay on the device until the next block comes
+    (megacore/parallel/saved.py)."""
     if not config.training.offload_activations:
         return [""] * len(order)
 
@@ -131,15 +109,8 @@ def unlike_ends(config: ResolvedConfig) -> int:
 
 
 def alike(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> tuple[list[int], list[int]]:
-    """The layers of a stage that are built for a profile.
-
-    Args:
-        config: a resolved configuration.
-        layers: of the stage.
-
-    Returns:
-        Their numbers in the stage, and for each layer of the stage which of them, counted from 0, it is like.
-    """
+    """The layers of a stage that are built for a profile. Returns their numbers in the stage, and for each layer of the
+    stage which of them, counted from 0, it is like."""
     if config.optimizer_settings.takes_some_whole or _share_buckets(config, layers):  # these repeat with no layer
         return list(range(len(layers))), list(range(len(layers)))
     kinds: list[Hashable] = [
@@ -191,19 +162,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPeak:
-    """The most that a rank holds while the microbatches of a step are computed, above what it holds between steps.
+    """The most that a rank holds while the microbatches of a step are computed, above what it holds between steps."""
 
-    Attributes:
-        bytes: on its device.
-        kept: of them activations, of all forwards so far.
-        made: of them gradients that the step has made anew.
-        on_host: activations in host memory, at most.
-    """
-
-    bytes: int
-    kept: int
-    made: int
-    on_host: int
+    bytes: int  # on its device
+    kept: int  # of them activations, of all forwards so far
+    made: int  # of them gradients that the step has made anew
+    on_host: int  # activations in host memory, at most
 
 
 def change_of(like: Sequence[int], passages: Sequence[Passage], op: Op) -> Change:
@@ -233,14 +197,9 @@ def peak_of(
     order: Sequence[tuple[bool, Sequence[Action]]],
     config: ResolvedConfig,
 ) -> StepPeak:
-    """The peak of a rank that takes these actions.
-
-    Args:
-        profile: of the rank, or of one with the same kinds of layers.
-        stages: for each layer of each of its stages, which of the built layers it is like.
-        order: its actions, in batches as `Schedule.batches` has them.
-        config: a resolved configuration.
-    """
+    """The peak of a rank that takes these actions. `profile`: of the rank, or of one with the same kinds of layers.
+    `stages`: for each layer of each of its stages, which of the built layers it is like. `order`: its actions, in
+    batches as `Schedule.batches` has them."""
     ranks = config.parallel.pp
     changes = {
         key: [change_of(stages[key[1]], one.passages, key[0])._replace(after=one.after) for one in passes]

@@ -57,11 +57,7 @@ _PATTERNS: Mapping[str, Pattern] = {
 
 
 def record_step(config: ResolvedConfig) -> StepEvents:
-    """The events of rank 0.
-
-    Args:
-        config: of a run without pipeline parallelism.
-    """
+    """The events of rank 0. `config`: of a run without pipeline parallelism."""
     with fake_step(config) as step:
         recorder = Recorder(step.mesh)
         before, one, two = (_recorded(step, recorder, config, microbatches) for microbatches in (1, 1, 2))
@@ -88,18 +84,11 @@ def _recorded(step: TrainStep, recorder: Recorder, config: ResolvedConfig, micro
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a rank's operators launch and send.
-
-    Args:
-        mesh: the rank's groups, whose roles name transfers.
-
-    Attributes:
-        phase: of the operators outside a backward pass.
-    """
+    """Notes what a rank's operators launch and send. `mesh`: the rank's groups, whose roles name transfers."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.phase: Phase = "forward"
+        self.phase: Phase = "forward"  # of the operators outside a backward pass
         self._events: list[Event] = []
         # Storage -> transfers under way, each with the part of the storage that it reads or fills.
         self._under_way: dict[int, list[tuple[int, Tensor]]] = {}

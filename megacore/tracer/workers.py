@@ -19,18 +19,8 @@ def in_processes(
     step: Callable[[int], T], ranks: Sequence[int], count: int, *, method: Literal["fork", "spawn"] = "fork"
 ) -> Iterator[T]:
     """What `step` finds of each rank, in their order; however this process ends, or what it waits for, the others end
-    at once.
-
-    Args:
-        step: of a rank with this number. Processes that are forked inherit it, so that nothing of it is pickled: what
-            a program has registered cannot be.
-        ranks: their numbers.
-        count: of the processes.
-        method: how they start.
-
-    Raises:
-        UserError: one of them was killed.
-    """
+    at once. `step`: of a rank with this number. Processes that are forked inherit it, so that nothing of it is pickled:
+    what a program has registered cannot be. Raises UserError where one of them was killed."""
     others, context = multiprocessing.active_children(), multiprocessing.get_context(method)
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=(step,)) as pool:
         try:
