@@ -9,7 +9,7 @@ from typing import Any
 from megacore.audit.ledger import BEGINS, FILE, BrokenLedger, Line, lines_of
 from megacore.audit.state_hash import SHORT, in_hex, stored_hash, totals
 from megacore.checkpoint.load import Reader
-from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
 from megacore.config.messages import counted
 from megacore.errors import CheckpointError, UserError
 from megacore.remote import Location
@@ -144,7 +144,7 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
     where = directory.name
     try:
         manifest = read_manifest(directory)
-        save = history.saves.get(manifest.manifest_sha256)
+        save = _saved_as(directory, manifest, history)
         if save is None:
             yield f"{where}: its manifest.json is not one that the run saved"
             save = history.save_of(manifest.step)
@@ -167,6 +167,15 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
                     yield f"{where}: {kind} of {name} is not what line {save.number} says"
     except CheckpointError as error:
         yield f"{where}: {error}"
+
+
+def _saved_as(directory: Location, manifest: Manifest, history: History) -> Line | None:
+    """The line of the save of a checkpoint, whose weights may have been marked as in doubt since."""
+    save = history.saves.get(manifest.manifest_sha256)
+    if save is None and manifest.is_in_doubt:
+        sound = read_manifest(directory, marked_in_doubt(directory, 0).encode())
+        save = history.saves.get(sound.manifest_sha256)
+    return save
 
 
 def uncovered(directory: Location, history: History) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class StepRecords:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.state = StateHash(trainer.train_steps, trainer.mesh)
+        self._batch: object = None  # that is being hashed: its memory is another stream's, which may write to it again
 
     def of(self, result: StepResult, *, with_state: bool) -> tuple[Record, Tensor]:
         """The line of the last step, but for the numbers that lie on the device: the bits of the loss, and with the
@@ -55,6 +56,7 @@ class StepRecords:
         if with_state:
             mesh, current = trainer.mesh, trainer.batches.current
             assert current is not None
+            self._batch = current  # until the next one: by then something later has been waited for
             counts = all(group.is_first for group in (mesh.layer, mesh.sequence, mesh.pipeline, mesh.copies))
             batch = batch_hash(current.microbatches) if counts else numbers[0].new_zeros(())
             numbers.append(self.state.sums(batch))
@@ -67,14 +69,6 @@ class StepRecords:
             hashes = self.state.hashes(numbers[1:])
             record |= {"data": in_hex(int(numbers[-1])), "state": totals(hashes), "tensors": shortened(hashes)}
         return record
-
-
-class _Waiting(NamedTuple):
-    """A line whose numbers are on the way to host memory."""
-
-    record: Record
-    numbers: Tensor
-    copied: torch.Event
 
 
 class Recorder(Callback):
@@ -92,7 +86,7 @@ class Recorder(Callback):
         self._interval = trainer.config.watch.ledger_interval
         self._records = StepRecords(trainer)
         self._ledger: Ledger | None = None
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[Record, Tensor] | None = None  # a line whose numbers are on the way to host memory
         self._to_save: dict[int, Hashes] = {}  # hashes by the step of saves that are under way
         hashes = self._hashes()
         if not trainer.mesh.world.is_first:
@@ -122,19 +116,23 @@ class Recorder(Callback):
         if numbers.device.type == "cpu":
             self._ledger.append(self._records.completed(record, numbers))
             return
-        on_host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-        copied = torch.Event(numbers.device)
-        copied.record()
-        self._waiting = _Waiting(record, on_host, copied)
+        on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        self._waiting = record, on_host.copy_(numbers, non_blocking=True)
 
     def before_save(self, run: Run) -> None:
         """Hash what is saved."""
-        self._to_save[run.step] = self._hashes()
+        hashes = self._hashes()
+        if self._ledger is not None:
+            self._to_save[run.step] = hashes
 
     def on_save(self, run: Run, saved: Saved) -> None:
         """Note the checkpoint, and what it must hold."""
         if self._ledger is None:
             return
+        state = self._to_save.pop(saved.step)
+        self._to_save = {
+            step: later for step, later in self._to_save.items() if step > saved.step
+        }  # others have failed
         manifest = read_manifest(saved.path)
         self._ledger.append(
             {
@@ -144,7 +142,7 @@ class Recorder(Callback):
                 "manifest": manifest.manifest_sha256,
                 "samples": manifest.consumed_samples,
                 "updates": manifest.updates,
-                "state": self._to_save.pop(saved.step),
+                "state": state,
             }
         )
 
@@ -157,17 +155,18 @@ class Recorder(Callback):
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Nothing follows."""
-        self._write_waiting()
+        self._hashes()
         if self._ledger is not None:
             self._ledger.close()
 
     def _hashes(self) -> Hashes:
-        """Of the state as it is now; the line that waits is written first."""
+        """Of the state as it is now; a line that waits is written."""
+        hashes = self._records.state.hashes()
         self._write_waiting()
-        return self._records.state.hashes()
+        return hashes
 
     def _write_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and self._ledger is not None:
-            waiting.copied.synchronize()
-            self._ledger.append(self._records.completed(waiting.record, waiting.numbers))
+        """Write the line of the step before. Its numbers have arrived: something later has been waited for."""
+        if self._waiting is not None and self._ledger is not None:
+            self._ledger.append(self._records.completed(*self._waiting))
+        self._waiting = None

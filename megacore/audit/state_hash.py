@@ -27,6 +27,7 @@ from megacore.config.optimizers import StateKind
 from megacore.data import Batch
 from megacore.parallel.bit_hash import odd_numbers
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
+from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import stable_hash
 from megacore.parallel.sharding import ShardSpec, Slices, split_evenly
@@ -136,22 +137,23 @@ class StateHash:
         self._steps, self._mesh = steps, mesh
         shapes = {p.spec.name: tuple(p.shape) for p in steps.model.data_parallel.parameters}
         self._shapes: dict[str, tuple[int, ...]] = shapes
-        own = list(dict.fromkeys(name for name, _ in self._parts()))
-        self.names: list[TensorName] = sorted({name for names in all_gather_objects(own, mesh.world) for name in names})
-        self._places = {name: place for place, name in enumerate(self.names)}
+        own = [name for name, _ in self._parts()]
+        everyone = all_gather_objects(sorted(set(own)), mesh.world)
+        self.names: list[TensorName] = sorted({name for names in everyone for name in names})
+        places = {name: place for place, name in enumerate(self.names)}
+        self._places = torch.tensor([places[name] for name in own], dtype=torch.int64, device=mesh.device)
 
     @torch.no_grad()
+    @section(Phase.CHECK)
     def sums(self, *further: Tensor) -> Tensor:
         """The hash of each of `names`, and this rank's terms of further ones; int64, on the device, summed over all
         ranks."""
-        device = self._mesh.device
-        found = [(self._places[name], part_hash(part).to(device)) for name, part in self._parts() if part is not None]
-        total = torch.zeros(len(self.names) + len(further), dtype=torch.int64, device=device)
-        places = [place for place, _ in found] + list(range(len(self.names), len(total)))
-        if places:
-            terms = torch.stack([term for _, term in found] + [term.to(device) for term in further])
-            total.index_add_(0, torch.tensor(places, device=device), terms)
-        return all_reduce_job_(total, self._mesh)
+        zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        terms = [zero if part is None else part_hash(part).to(zero.device) for _, part in self._parts()]
+        total = zero.new_zeros(len(self.names))
+        if terms:
+            total.index_add_(0, self._places, torch.stack(terms))
+        return all_reduce_job_(torch.cat([total, *(term.reshape(1) for term in further)]), self._mesh)
 
     def hashes(self, sums: Tensor | None = None) -> Hashes:
         """Of the tensors, from `sums` that are in host memory already, or as they are now."""

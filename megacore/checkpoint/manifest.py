@@ -228,12 +228,12 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
         raise CheckpointError(f"{path} cannot be read as a manifest: {reason}") from None
 
 
-def marked_in_doubt(directory: Location) -> str:
-    """The text of a checkpoint's manifest with the mark that its weights are in doubt."""
+def marked_in_doubt(directory: Location, mark: int = 1) -> str:
+    """The text of a checkpoint's manifest with the mark that its weights are in doubt, or with 0 that they are not."""
     read_manifest(directory)
     # Not from the parsed manifest: what a later version has added stays.
     raw = parse_json(_read(directory / MANIFEST_NAME))
-    raw["counters"]["in_doubt"] = 1
+    raw["counters"]["in_doubt"] = mark
     text = sealed(raw)
     read_manifest(directory, text.encode())
     return text

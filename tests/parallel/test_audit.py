@@ -20,15 +20,16 @@ from megacore.audit.command import main
 from megacore.audit.ledger import FILE, lines_of, sealed
 from megacore.audit.state_hash import Part, part_hash
 from megacore.checkpoint.files import describe
-from megacore.checkpoint.manifest import Manifest, read_manifest
+from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
 from megacore.commands.pretrain_gpt import trainer_of
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
+from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config
 
 RUN: dict[str, Any] = {
     "num_layers": 2, "train_iters": 6, "lr_warmup_iters": 1, "save_interval": 2, "micro_batch_size": 1,
-    "global_batch_size": 4, "reproducible": True, "reproducible_blocks": 2, "ledger": True, "ledger_interval": 1,
+    "global_batch_size": 4, "reproducible": True, "ledger": True, "ledger_interval": 1,
 }  # fmt: skip
 SAVED = "step_00000004"
 
@@ -60,6 +61,8 @@ def audited(rank: int, ranks: int, words: list[str], broken: str | None = None) 
 
 
 def test_a_start_on_another_layout_takes_the_same_steps_again(run: Path) -> None:
+    marked = run / "step_00000006" / "manifest.json"
+    marked.write_text(marked_in_doubt(marked.parent))  # as a run does that diverges
     status, said = audited(0, 1, [str(run)])
     assert status == 0, said
     assert re.search(
@@ -92,6 +95,14 @@ def test_every_state_is_in_the_ledger_as_checkpoints_have_it(tmp_path: Path) -> 
         status, said = audited(0, 1, [str(tmp_path / str(number))])
         assert status == 0 and "step_00000002: every tensor is what the ledger says" in said, (changes, said)
         assert ("not covered: gradient_" in said) == ("grad_reduce_compression" in changes), said
+
+
+@needs_pretend
+def test_on_an_accelerator_samples_stay_until_they_are_hashed_and_no_line_is_lost(tmp_path: Path) -> None:
+    starts = [((1, 1, 2), {"device": "pretend", "precision": "bf16", "zero_stage": 1, "reproducible": False})]
+    run_distributed(train, 2, str(tmp_path), starts, backend="pretend")
+    status, said = audited(0, 1, [str(tmp_path)])
+    assert status == 0 and "steps 1 to 6; of 6 steps the state" in said, said
 
 
 # ---- tampering
