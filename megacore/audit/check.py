@@ -105,11 +105,9 @@ class History:
     def rounding(self) -> Mapping[str, float] | None:
         """How far losses and norms may be from those of another layout; None: not at all."""
         facts = self.start.record["facts"]
-        return (
-            None
-            if facts["--reproducible"] == "True"
-            else _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
-        )
+        if facts["--reproducible"] == "True":
+            return None
+        return _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
 
     def different_tensors(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         """Which tensors differ in two lines of a step, in words; empty where they tell nothing."""

@@ -130,9 +130,8 @@ class Recorder(Callback):
         if self._ledger is None:
             return
         state = self._to_save.pop(saved.step)
-        self._to_save = {
-            step: later for step, later in self._to_save.items() if step > saved.step
-        }  # others have failed
+        for failed in [step for step in self._to_save if step < saved.step]:
+            del self._to_save[failed]
         manifest = read_manifest(saved.path)
         self._ledger.append(
             {

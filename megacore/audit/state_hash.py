@@ -67,7 +67,7 @@ class Part(NamedTuple):
 @torch.no_grad()
 def part_hash(part: Part) -> Tensor:
     """What the part adds to the hash of its tensor, an int64 scalar on its device."""
-    elements = part.values.detach().reshape(-1).view(_INTEGERS[part.values.element_size()])
+    elements = _integers(part.values.detach()).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=elements.device)
     shape, slices = (tuple(part.shape), part.slices) if part.shape else ((1,), ((0, 1),))
     if not elements.numel():
@@ -87,6 +87,11 @@ def part_hash(part: Part) -> Tensor:
     if len(rest := elements[full * shape[-1] :]):
         total += (rest * columns[: len(rest)]).sum() * of_rows[row + full]
     return total
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The bits of each element."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,15 +115,20 @@ def name_factor(*name: str | int) -> int:
     return factor - (1 << 64) if factor >= 1 << 63 else factor
 
 
+@torch.no_grad()
 def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
     """What microbatches add to the hash of a step's samples, by their numbers in the run; int64, on their device."""
     sums = []
     for microbatch in microbatches:
         for name in (field.name for field in fields(microbatch) if field.name != "index"):
-            tensor: Tensor = getattr(microbatch, name)
-            first = microbatch.index * len(tensor) % _SAMPLES
-            slices = ((first, first + len(tensor)), *((0, size) for size in tensor.shape[1:]))
-            sums.append(part_hash(Part(tensor, 0, tensor.shape, slices)) * name_factor("samples", name))
+            rows = _integers(getattr(microbatch, name)).flatten(1)  # a sample each
+            first = microbatch.index * len(rows) % _SAMPLES
+            columns, of_rows = (
+                odd_numbers(n, size, rows.device) for n, size in ((2, rows.shape[1]), (3, 2 * _SAMPLES))
+            )
+            of_samples = (rows * columns[: rows.shape[1]]).sum(1)
+            total = (of_samples * of_rows[first : first + len(rows)]).sum()
+            sums.append(total * name_factor("samples", name))
     return torch.stack(sums).sum()
 
 
