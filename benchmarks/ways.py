@@ -2,7 +2,7 @@
 
     python -m benchmarks.ways balance --pp 2 --micro-batch 2 --rounds 40     # stages balanced by parameters, or by time
     python -m benchmarks.ways context --ranks 4 --seq 4096 --layers 2 --vocab 1024 --batch 4 --micro-batch 1
-    python -m benchmarks.ways replicas --tp 2 --pp 2 --dp 2 --micro-batch 1  # steps with a check of replicas; a replay
+    python -m benchmarks.ways replicas --tp 2 --pp 2 --dp 2 --micro-batch 1  # a check of replicas; a replay; a ledger
     python -m benchmarks.ways reproducible --heads 8 --micro-batch 2         # and with --tp 2, --dp 2
     python -m benchmarks.ways turns --dp 2 --micro-batch 4                   # long turns on a core; Linux's own policy
 
@@ -50,6 +50,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "neither": _REPLICAS,
         "a check in every step": {"check_replicas_interval": 1},
         "a replay in every step": _REPLICAS | {"replay_interval": 1},
+        "a ledger with hashes of every step": _REPLICAS | {"ledger": True, "ledger_interval": 1},
     },
     "reproducible": {"ordinary": {}, "one block": _BLOCKED | {"reproducible_blocks": 1}, "blocks": _BLOCKED},
     "turns": {"default policy": {}, "long turns": {}},

@@ -26,8 +26,8 @@ from megacore.remote import Location, usable
 
 EXIT_WRONG = 1
 _NEVER = (
-    "validation losses, gradients but for their norm, 16-bit copies of weights, and whoever writes a whole new ledger "
-    "with new checkpoints: keep the seal elsewhere, and give it with --seal"
+    "validation losses, gradients but for their norm, 16-bit copies of weights, frozen weights beside adapters, and "
+    "whoever writes a whole new ledger with new checkpoints: keep the seal elsewhere, and give it with --seal"
 )
 
 

@@ -109,7 +109,10 @@ class Recorder(Callback):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Write the step's line, or on an accelerator that of the step before."""
-        record, numbers = self._records.of(result, with_state=result.step % self._interval == 0)
+        is_hashed = result.step % self._interval == 0
+        if self._ledger is None and not is_hashed:
+            return
+        record, numbers = self._records.of(result, with_state=is_hashed)
         if self._ledger is None:
             return
         self._write_waiting()

@@ -25,5 +25,5 @@ class WatchConfig(Section):
     ledger: bool = False
     """Writes OUTPUT_DIR/ledger.jsonl: a line for each step, chained by hashes, which tools/audit.py checks
     (docs/guides/audit.md)."""
-    ledger_interval: Annotated[int, Range(1), Needs("ledger")] = 10
+    ledger_interval: Annotated[int, Range(1), Needs("ledger")] = 20
     """Steps between hashes of weights and optimizer state in the ledger, which also has those of each save."""
