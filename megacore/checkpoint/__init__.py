@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megacore.checkpoint.directory import MANIFEST_NAME, published, sweep
     from megacore.checkpoint.load import load_checkpoint, read_together
     from megacore.checkpoint.lock import WriterLock, lock_again, sees_lock
-    from megacore.checkpoint.manifest import IN_DOUBT, Manifest, read_manifest
+    from megacore.checkpoint.manifest import IN_DOUBT, Manifest, base_mark, read_manifest
     from megacore.checkpoint.save import CheckpointSaver, Saved
     from megacore.checkpoint.state import TrainingState
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import refuse_unlisted, verified_tokenizer, verify
-from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
+from megacore.checkpoint.manifest import Manifest, base_of, checkpoints_of, find_checkpoint, read_manifest
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.experts import differing_experts
@@ -158,6 +158,8 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
             f"{load}: {directory} has {'no adapters' if rank is None else f'adapters of rank {rank}'}, and --lora-rank "
             f"is {config.lora.lora_rank}: {ways}"
         )
+    if rank is not None and config.start.pretrained_checkpoint is not None:
+        base_of(manifest, directory, config.start.pretrained_checkpoint)
     has_state = manifest.updates > 0  # a converted checkpoint has none
     loads_state = config.start.load_optim and not config.training.skip_train
     if has_state and loads_state and trained_with != config.optimizer.optimizer:

@@ -32,6 +32,8 @@ from megacore.safe_json import parse_json
 
 S = TypeVar("S", bound=Section)
 
+_BASE = "lora_base"
+
 SCHEMA = 2  # as written where no tensor is cut in several dimensions: older versions read it
 _SCHEMA_OF_BLOCKS = 3
 _MOST_CUT_DIMENSIONS = 8
@@ -454,7 +456,7 @@ def adapters_of(manifest: Manifest, directory: Location) -> LoraConfig:
     return section_of(manifest, directory, "lora", LoraConfig) if "lora" in manifest.config else LoraConfig()
 
 
-def base_of(manifest: Manifest, directory: Location, given: Path | None = None) -> Location:
+def base_of(manifest: Manifest, directory: Location, given: Path | str | None = None) -> Location:
     """The checkpoint of the weights that adapters were trained beside.
 
     Args:
@@ -471,7 +473,21 @@ def base_of(manifest: Manifest, directory: Location, given: Path | None = None) 
             f"{directory} has adapters, trained beside weights that are no checkpoint of megacore: convert these with "
             "tools/convert_checkpoint.py --from hf --to megacore, and then merge both with --merge --base DIR"
         )
-    return find_checkpoint(location(source))
+    base = find_checkpoint(location(source))
+    if _BASE in manifest.series and manifest.series[_BASE] != base_mark(str(base))[_BASE]:
+        raise CheckpointError(
+            f"the adapters of {directory} were trained beside another checkpoint than {base}, which {source} is now: "
+            "give the step_NNNNNNNN directory of the right one, with --pretrained-checkpoint or --base"
+        )
+    return base
+
+
+def base_mark(source: str | None) -> dict[str, list[float]]:
+    """The series that tells which checkpoint adapters are trained beside: of its manifest's digest, as many bits as a
+    float holds. `source`: it, or a run's directory, for its newest; None: there is none."""
+    if source is None:
+        return {}
+    return {_BASE: [float(int(read_manifest(find_checkpoint(location(source))).manifest_sha256[:12], 16))]}
 
 
 def section_of(manifest: Manifest, directory: Location, name: str, kind: type[S]) -> S:

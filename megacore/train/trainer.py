@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from itertools import count, islice
 from typing import Any
 
-from megacore.checkpoint import Manifest, TrainingState, changed_settings, read_manifest
+from megacore.checkpoint import Manifest, TrainingState, base_mark, changed_settings, read_manifest
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.data import Batch, BatchLoader, DeviceLoader, NamedSets, SampleDataset
@@ -70,7 +70,9 @@ class Trainer:
         load = None if config.checkpoint.load is None else location(config.checkpoint.load)
         with_optimizer = config.start.load_optim and not config.training.skip_train
         self.loaded = None if load is None else self._resume(load, with_optimizer=with_optimizer)
-        source = config.start.pretrained_checkpoint if config.lora.lora_rank is None else None  # the task has read it
+        source = config.start.pretrained_checkpoint
+        self._base = base_mark(None if config.lora.lora_rank is None else source)
+        source = None if self._base else source  # the task has read it
         if self.loaded is None and source is not None:
             self.train_steps.load(location(source), with_optimizer=False, with_progress=False)
         self.extended: Rollback | None = None
@@ -318,7 +320,7 @@ class Trainer:
 
     def state(self, *, in_doubt: bool = False) -> TrainingState:
         """This rank's view of the run, for a checkpoint, which `--load auto` passes over if it is in doubt."""
-        series = self.rollbacks.series()
+        series = self.rollbacks.series() | self._base
         return self.train_steps.state(consumed_samples=self.consumed_samples, in_doubt=in_doubt, series=series)
 
     # ---- its parts

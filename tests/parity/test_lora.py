@@ -17,10 +17,11 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megacore.checkpoint.manifest import read_manifest, trained_model
+from megacore.checkpoint.manifest import base_of, read_manifest, trained_model
 from megacore.config import LoraConfig, ResolvedModel, StartConfig
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.plan import whole_config
+from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers.context import BuildContext
 from megacore.layers.lora import StackedColumns, is_adapter
@@ -166,6 +167,9 @@ def test_adapters_are_written_read_and_merged(family: str, targets: str | None, 
     for name, value in twin.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
+    other_base = dataclasses.replace(read_manifest(ours), series={"lora_base": [1.0]})
+    with pytest.raises(CheckpointError, match="beside another checkpoint"):
+        base_of(other_base, ours)
     tool("peft", "megacore", theirs, "--base", base, "--output", tmp_path / "back")
     one, other = CheckpointTensors(ours), CheckpointTensors(tmp_path / "back")
     if one.shapes == other.shapes:
