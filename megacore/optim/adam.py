@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megacore.config.optimizers import AdamConfig
-from megacore.optim.adamw import fused_
+from megacore.optim.adamw import adam_tensors, fused_
 from megacore.optim.optimizer import Optimizer
 from megacore.zero.local_segments import LocalRun
 
@@ -23,15 +23,5 @@ class Adam(Optimizer[AdamConfig]):
         return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        fused_(
-            adam,
-            [run.master for run in runs],
-            gradients,
-            means=self.tensors("exp_avg", runs),
-            squares=self.tensors("exp_avg_sq", runs),
-            steps=self.steps(runs),
-            beta1=self.momentum,
-            settings=self.adam,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
+        tensors = adam_tensors(self, runs, gradients)
+        fused_(adam, tensors, beta1=self.momentum, settings=self.adam, lr=lr, weight_decay=weight_decay)

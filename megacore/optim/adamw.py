@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +28,8 @@ assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two para
 
 def fused_(
     operator: Callable[..., None],
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    tensors: Sequence[list[Tensor]],
     *,
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    steps: Sequence[Tensor],
     beta1: float,
     settings: AdamWConfig,
     lr: float,
@@ -43,29 +39,22 @@ def fused_(
 
     Args:
         operator: `adam` or `adamw` of torch.optim.
-        weights: fp32, of any shapes.
-        means: first moments, of these shapes.
-        squares: second moments, of these shapes.
-        steps: updates so far, an fp32 scalar for each.
+        tensors: as `adam_tensors` gives them.
         settings: beta2 and epsilon.
         weight_decay: in units of the learning rate.
     """
-    operator(
-        list(weights),
-        list(gradients),
-        list(means),
-        list(squares),
-        [],
-        list(steps),
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=settings.adam_beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=settings.adam_eps,
-        maximize=False,
-    )
+    weights, gradients, means, squares, steps = tensors
+    rates = {"beta1": beta1, "beta2": settings.adam_beta2, "lr": lr, "weight_decay": weight_decay}
+    rates["eps"] = settings.adam_eps
+    operator(weights, gradients, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
+
+
+def adam_tensors(
+    optimizer: Optimizer[Any], runs: Sequence[LocalRun], gradients: Sequence[Tensor]
+) -> list[list[Tensor]]:
+    """Weights, gradients, first and second moments of runs, and their updates so far, an fp32 scalar for each."""
+    means, squares = optimizer.tensors("exp_avg", runs), optimizer.tensors("exp_avg_sq", runs)
+    return [[run.master for run in runs], list(gradients), means, squares, optimizer.steps(runs)]
 
 
 class AdamW(Optimizer[AdamWConfig]):
@@ -104,15 +93,12 @@ class AdamW(Optimizer[AdamWConfig]):
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         step = partial(fused_, adamw, beta1=self.momentum, settings=self.settings, lr=lr, weight_decay=weight_decay)
         if self._kept is None:
-            means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
-            step([run.master for run in runs], gradients, means=means, squares=squares, steps=self.steps(runs))
+            step(adam_tensors(self, runs, gradients))
             return
         for run, gradient, count in zip(runs, gradients, self.steps(runs), strict=True):
             for part in self._kept.parts[run]:
-                moments, of_part = self._kept.read(part), [gradient[part.in_run]]
-                means, squares = [moments.mean], [moments.square]
-                weights = [run.master.detach()[part.in_run]]
-                step(weights, of_part, means=means, squares=squares, steps=[count.clone()])
+                moments, weights = self._kept.read(part), run.master.detach()[part.in_run]
+                step([[weights], [gradient[part.in_run]], [moments.mean], [moments.square], [count.clone()]])
                 self._kept.write(part, moments, count + 1)
             count += 1
 

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import MuonConfig
 from megacore.errors import ConfigError
-from megacore.optim.adamw import fused_
+from megacore.optim.adamw import adam_tensors, fused_
 from megacore.optim.newton_schulz import orthogonalized
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.whole_matrices import WholeMatrices
@@ -66,18 +66,8 @@ class Muon(Optimizer[MuonConfig]):
 
     def _update_others(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         runs = [run for run, _ in pairs]
-        fused_(
-            adamw,
-            [run.master for run in runs],
-            [gradient for _, gradient in pairs],
-            means=self.tensors("exp_avg", runs),
-            squares=self.tensors("exp_avg_sq", runs),
-            steps=self.steps(runs),
-            beta1=self.adam.adam_beta1,
-            settings=self.adam,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
+        tensors = adam_tensors(self, runs, [gradient for _, gradient in pairs])
+        fused_(adamw, tensors, beta1=self.adam.adam_beta1, settings=self.adam, lr=lr, weight_decay=weight_decay)
 
     def _update_matrices(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         directions: dict[str, Tensor] = {}

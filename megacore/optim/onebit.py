@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import OneBitAdamConfig, OneBitLambConfig, OptimizerSettings
-from megacore.optim.adamw import fused_
+from megacore.optim.adamw import adam_tensors, fused_
 from megacore.optim.lamb import LambStep
 from megacore.optim.optimizer import Optimizer, scale_gradients
 from megacore.parallel.collectives import all_reduce_job_
@@ -137,18 +137,8 @@ class OneBitAdam(_SharedMomentum[OneBitAdamConfig]):
                 root = self.root(run, "exp_avg_sq", self._frozen_after)
                 run.master.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / self.correction)
             return
-        fused_(
-            adamw,
-            [run.master for run in runs],
-            gradients,
-            means=self.tensors("exp_avg", runs),
-            squares=self.tensors("exp_avg_sq", runs),
-            steps=self.steps(runs),
-            beta1=self.momentum,
-            settings=self.adam,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
+        tensors = adam_tensors(self, runs, gradients)
+        fused_(adamw, tensors, beta1=self.momentum, settings=self.adam, lr=lr, weight_decay=weight_decay)
 
 
 class OneBitLamb(_SharedMomentum[OneBitLambConfig], LambStep[OneBitLambConfig]):
