@@ -8,20 +8,14 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megacore.config.optimizers import AdamConfig
-from megacore.optim.adamw import adam_tensors, fused_
-from megacore.optim.optimizer import Optimizer
+from megacore.optim.adamw import fused_
+from megacore.optim.optimizer import AdamLike
 from megacore.zero.local_segments import LocalRun
 
 
-class Adam(Optimizer[AdamConfig]):
+class Adam(AdamLike[AdamConfig]):
     """PyTorch's fused operator. Elementwise: a shard is updated as it would be within the whole parameter."""
 
-    counts_updates = True
-
-    @property
-    def usual_momentum(self) -> float:
-        return self.adam.adam_beta1
-
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
-        tensors = adam_tensors(self, runs, gradients)
+        tensors = self.adam_tensors(runs, gradients)
         fused_(adam, tensors, beta1=self.momentum, settings=self.adam, lr=lr, weight_decay=weight_decay)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from megacore.ops import AdamWStep, adamw_
 from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.block_moments import SCALES, BlockMoments
 from megacore.optim.moments import KeptMoments
-from megacore.optim.optimizer import Optimizer
+from megacore.optim.optimizer import AdamLike
 from megacore.optim.rounded_moments import RoundedMoments
 from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
@@ -39,7 +39,7 @@ def fused_(
 
     Args:
         operator: `adam` or `adamw` of torch.optim.
-        tensors: as `adam_tensors` gives them.
+        tensors: as `AdamLike.adam_tensors` gives them.
         settings: beta2 and epsilon.
         weight_decay: in units of the learning rate.
     """
@@ -49,19 +49,10 @@ def fused_(
     operator(weights, gradients, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
 
-def adam_tensors(
-    optimizer: Optimizer[Any], runs: Sequence[LocalRun], gradients: Sequence[Tensor]
-) -> list[list[Tensor]]:
-    """Weights, gradients, first and second moments of runs, and their updates so far, an fp32 scalar for each."""
-    means, squares = optimizer.tensors("exp_avg", runs), optimizer.tensors("exp_avg_sq", runs)
-    return [[run.master for run in runs], list(gradients), means, squares, optimizer.steps(runs)]
-
-
-class AdamW(Optimizer[AdamWConfig]):
+class AdamW(AdamLike[AdamWConfig]):
     """Elementwise: a shard is updated as it would be within the whole parameter. PyTorch's fused operator; on devices
     with Triton, one launch for the shard of a bucket (megacore/ops/adamw.py), whose moments are flat for that."""
 
-    counts_updates: ClassVar[bool] = True
     has_one_pass: ClassVar[bool] = True
 
     def __init__(
@@ -86,14 +77,10 @@ class AdamW(Optimizer[AdamWConfig]):
         if self._kept is not None:
             self._kept.settle()
 
-    @property
-    def usual_momentum(self) -> float:
-        return self.adam.adam_beta1
-
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         step = partial(fused_, adamw, beta1=self.momentum, settings=self.settings, lr=lr, weight_decay=weight_decay)
         if self._kept is None:
-            step(adam_tensors(self, runs, gradients))
+            step(self.adam_tensors(runs, gradients))
             return
         for run, gradient, count in zip(runs, gradients, self.steps(runs), strict=True):
             for part in self._kept.parts[run]:

@@ -8,14 +8,14 @@ ratio 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import LambConfig, OptimizerSettings
-from megacore.optim.optimizer import Optimizer
+from megacore.optim.optimizer import AdamLike
 from megacore.optim.parameter_norms import ParameterNorms
 from megacore.parallel.mesh import Mesh
 from megacore.zero.local_segments import LocalRun, LocalSegment
@@ -31,11 +31,9 @@ class _Rates(NamedTuple):
 L = TypeVar("L", bound=OptimizerSettings)
 
 
-class LambStep(Optimizer[L]):
+class LambStep(AdamLike[L]):
     """Moments are updated bucket by bucket. The step is computed from them twice, for its norm and when it is taken, so
     that no memory holds it meanwhile."""
-
-    counts_updates: ClassVar[bool] = True
 
     @property
     def defers(self) -> bool:
@@ -45,10 +43,6 @@ class LambStep(Optimizer[L]):
         self._norms = ParameterNorms(segments, mesh, exact=config.training.reproducible)
         self._rates: dict[LocalRun, _Rates] = {}
         self._limits = self.settings if isinstance(self.settings, LambConfig) else config.lamb
-
-    @property
-    def usual_momentum(self) -> float:
-        return self.adam.adam_beta1
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         beta2 = self.adam.adam_beta2

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,20 +13,18 @@ from torch.optim.adamw import adamw
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import MuonConfig
 from megacore.errors import ConfigError
-from megacore.optim.adamw import adam_tensors, fused_
+from megacore.optim.adamw import fused_
 from megacore.optim.newton_schulz import orthogonalized
-from megacore.optim.optimizer import Optimizer
+from megacore.optim.optimizer import AdamLike
 from megacore.optim.whole_matrices import WholeMatrices
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.zero.local_segments import LocalRun, LocalSegment
 
 
-class Muon(Optimizer[MuonConfig]):
+class Muon(AdamLike[MuonConfig]):
     """Momentum is that of the rank's own part; the iteration sees whole matrices, each computed once among the ranks
     that hold the matrix (megacore/optim/whole_matrices.py)."""
-
-    counts_updates: ClassVar[bool] = True
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
         whole = [local for local in segments if local.run.shape is not None]
@@ -66,7 +63,7 @@ class Muon(Optimizer[MuonConfig]):
 
     def _update_others(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:
         runs = [run for run, _ in pairs]
-        tensors = adam_tensors(self, runs, [gradient for _, gradient in pairs])
+        tensors = self.adam_tensors(runs, [gradient for _, gradient in pairs])
         fused_(adamw, tensors, beta1=self.adam.adam_beta1, settings=self.adam, lr=lr, weight_decay=weight_decay)
 
     def _update_matrices(self, pairs: Sequence[tuple[LocalRun, Tensor]], *, lr: float, weight_decay: float) -> None:

@@ -17,7 +17,7 @@ variance by the updates of the warm-up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
 from megacore.config.optimizers import OneBitAdamConfig, OneBitLambConfig, OptimizerSettings
-from megacore.optim.adamw import adam_tensors, fused_
+from megacore.optim.adamw import fused_
 from megacore.optim.lamb import LambStep
-from megacore.optim.optimizer import Optimizer, scale_gradients
+from megacore.optim.optimizer import AdamLike, scale_gradients
 from megacore.parallel.collectives import all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.zero.bucket import Bucket
@@ -36,10 +36,9 @@ from megacore.zero.local_segments import LocalRun, LocalSegment
 S = TypeVar("S", bound=OptimizerSettings)
 
 
-class _SharedMomentum(Optimizer[S], Generic[S]):
+class _SharedMomentum(AdamLike[S], Generic[S]):
     """The momentum of an optimizer with the state `exp_avg` and `exp_avg_sq`, on ZeRO stage 0."""
 
-    counts_updates: ClassVar[bool] = True
     _warm_up = 1
     _done = 0  # updates before the one under way
     _frozen_after: int | None = None  # updates in which the variance was computed; None: it still is
@@ -48,10 +47,6 @@ class _SharedMomentum(Optimizer[S], Generic[S]):
         super().attach(segments, mesh, config)
         self._warm_up = config.onebitadam.warm_up(config.training.train_iters)
         self._restricted: set[Bucket] = set()  # whose elements without variance are known
-
-    @property
-    def usual_momentum(self) -> float:
-        return self.adam.adam_beta1
 
     @property
     def is_frozen(self) -> bool:
@@ -137,7 +132,7 @@ class OneBitAdam(_SharedMomentum[OneBitAdamConfig]):
                 root = self.root(run, "exp_avg_sq", self._frozen_after)
                 run.master.mul_(1 - lr * weight_decay).addcdiv_(mean, root, value=-lr / self.correction)
             return
-        tensors = adam_tensors(self, runs, gradients)
+        tensors = self.adam_tensors(runs, gradients)
         fused_(adamw, tensors, beta1=self.momentum, settings=self.adam, lr=lr, weight_decay=weight_decay)
 
 

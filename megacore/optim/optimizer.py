@@ -153,6 +153,21 @@ class Optimizer(ABC, Generic[S]):
                 step.fill_(float(updates))
 
 
+class AdamLike(Optimizer[S], Generic[S]):
+    """With Adam's moments, the state `exp_avg` and `exp_avg_sq`."""
+
+    counts_updates: ClassVar[bool] = True
+
+    @property
+    def usual_momentum(self) -> float:
+        return self.adam.adam_beta1
+
+    def adam_tensors(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Weights, gradients, first and second moments of runs, and their updates so far, an fp32 scalar for each."""
+        means, squares = self.tensors("exp_avg", runs), self.tensors("exp_avg_sq", runs)
+        return [[run.master for run in runs], list(gradients), means, squares, self.steps(runs)]
+
+
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply fp32 gradients in place by a scalar in host memory; a factor of exactly 1 costs nothing."""
