@@ -1,9 +1,7 @@
-"""Whether Triton is there, found out without importing it.
-
-`megacore.ops` asks once, at start-up, which implementation of each operator can run. Importing Triton takes a second
-and looks for a GPU driver, so the question is answered from where packages lie. Its version is in their metadata, which
-take a third of a second to read: it is looked up where it is printed.
-"""
+"""Whether Triton is there, found out without importing it. `megacore.ops` asks once, at start-up, which implementation
+of each operator can run. Importing Triton takes a second and looks for a GPU driver, so the question is answered from
+where packages lie. Its version is in their metadata, which take a third of a second to read: it is looked up where it
+is printed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""residual + dropout(x): the mask is a function of (seed, row, column), and is never stored.
-
-An element is kept if its random 32 bits are at least p 2^32. The bits are Philox 4x32-10 (Salmon et al. 2011) of the
-key `seed` and the counter (column / 4, row, 0, 0), one output word for each of four neighbouring columns; backward and
-a recomputation draw the same.
-"""
+"""residual + dropout(x): the mask is a function of (seed, row, column), and is never stored. An element is kept if its
+random 32 bits are at least p 2^32. The bits are Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter
+(column / 4, row, 0, 0), one output word for each of four neighbouring columns; backward and a recomputation draw the
+same."""
 
 from __future__ import annotations
 

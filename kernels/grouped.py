@@ -1,10 +1,7 @@
 """Products of rows with the matrix of their group: linear layers of many experts, each with other rows, in one launch.
-
 Rows of a group follow each other. A program computes a tile of the result, of rows of one group only; which group and
-which rows a tile has comes from a table, so that programs need not search. Sums are in fp32.
-
-Shape legend: r rows, E groups, i input features, o output features, T tiles.
-"""
+which rows a tile has comes from a table, so that programs need not search. Sums are in fp32. Shape legend: r rows, E
+groups, i input features, o output features, T tiles."""
 
 from __future__ import annotations
 

@@ -31,29 +31,16 @@ _NO_STATE = in_hex(0)
 
 
 class History:
-    """A ledger whose chain holds, and whose lines follow from each other.
-
-    Args:
-        path: of the file.
-
-    Attributes:
-        lines: all of them.
-        steps: the line of each step that counts: the run went back behind the others.
-        saves: the line of each checkpoint, by the digest of its manifest.
-        gone: the digests of those behind which the run went back.
-        abandoned: of each line with which the run went back, the steps that no longer count.
-
-    Raises:
-        BrokenLedger: the first line that was changed, or does not follow.
-        UserError: the file cannot be read, or has no line.
-    """
+    """A ledger whose chain holds, and whose lines follow from each other. Raises BrokenLedger where the first line that
+    was changed, or does not follow; UserError where the file cannot be read, or has no line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[Line] = []
-        self.steps: dict[int, Line] = {}
-        self.saves: dict[str, Line] = {}
-        self.gone: set[str] = set()
+        self.lines: list[Line] = []  # all of them
+        self.steps: dict[int, Line] = {}  # the line of each step that counts: the run went back behind the others
+        self.saves: dict[str, Line] = {}  # the line of each checkpoint, by the digest of its manifest
+        self.gone: set[str] = set()  # the digests of those behind which the run went back
+        # Of each line with which the run went back, the steps that no longer count.
         self.abandoned: dict[int, range] = {}
         self._states: dict[int, tuple[Mapping[str, str], Line]] = {}  # known after each step
         self._position = -1, -1  # the last step, and the samples that it leaves behind
@@ -182,13 +169,7 @@ def uncovered(directory: Location, history: History) -> list[str]:
 
 
 def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What of two lines of a step differs first, and how in words.
-
-    Args:
-        history: of the first line.
-        line: the first line.
-        other: the record of the other one.
-    """
+    """What of two lines of a step differs first, and how in words. `other`: the record of the other one."""
     rounding, one = history.rounding, line.record
     for name, cause in CAUSES.items():
         here, there = one.get(name), other.get(name)

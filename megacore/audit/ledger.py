@@ -30,17 +30,11 @@ _SAID = {"step": int, "previous": str, "line": str}
 
 
 class Line(NamedTuple):
-    """A line of a ledger.
+    """A line of a ledger."""
 
-    Attributes:
-        number: from 1.
-        sha256: its seal.
-        record: what it says.
-    """
-
-    number: int
+    number: int  # from 1
     sha256: str
-    record: Mapping[str, Any]
+    record: Mapping[str, Any]  # what it says
 
     @property
     def kind(self) -> str:
@@ -68,12 +62,7 @@ def sealed(record: Mapping[str, Any], previous: str) -> tuple[bytes, str]:
 
 def lines_of(path: Path) -> Iterator[Line]:
     """The lines of a ledger, as far as the chain holds; a last line without an end, of a run that was killed, is left
-    out.
-
-    Raises:
-        BrokenLedger: it holds no further.
-        UserError: the file cannot be read.
-    """
+    out. Raises BrokenLedger where it holds no further; UserError where the file cannot be read."""
     previous = _FIRST
     try:
         file = open_regular(path)
@@ -97,22 +86,12 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 class Ledger:
-    """A ledger to which a run appends.
-
-    Args:
-        path: of the file; one that is there is continued.
-
-    Attributes:
-        last: the last line that was there; None: it is new.
-
-    Raises:
-        UserError: what is there is no whole ledger.
-        StorageError: it cannot be written.
-    """
+    """A ledger to which a run appends. `path`: of the file; one that is there is continued. Raises UserError with what
+    is there is no whole ledger; StorageError where it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.last: Line | None = None
+        self.last: Line | None = None  # the last line that was there; None: it is new
         try:
             for line in lines_of(path) if path.exists() else ():
                 self.last = line
@@ -128,11 +107,7 @@ class Ledger:
             raise StorageError(f"{path}: {error.strerror}") from None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a line.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a line. Raises StorageError where it cannot be written."""
         text, seal = sealed(record, self._seal)
         try:
             self._file.append(text)

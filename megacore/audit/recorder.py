@@ -28,11 +28,7 @@ Record = dict[str, Any]
 
 
 class StepRecords:
-    """What a ledger says of the steps of a trainer; all ranks call each method together.
-
-    Args:
-        trainer: of this rank.
-    """
+    """What a ledger says of the steps of a trainer; all ranks call each method together."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -72,15 +68,8 @@ class StepRecords:
 
 
 class Recorder(Callback):
-    """Keeps the ledger of a trainer.
-
-    Args:
-        trainer: of this rank, before its first step.
-
-    Raises:
-        UserError: the ledger of the run that is continued is damaged.
-        StorageError: it cannot be written.
-    """
+    """Keeps the ledger of a trainer. `trainer`: of this rank, before its first step. Raises UserError where the ledger
+    of the run that is continued is damaged; StorageError where it cannot be written."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._interval = trainer.config.watch.ledger_interval

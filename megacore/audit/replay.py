@@ -31,20 +31,10 @@ _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 
 
 def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Take the steps after the nearest checkpoint, to the given one, and compare them.
-
-    Args:
-        history: of the ledger.
-        step: the last that is taken.
-        run: the checkpoint to begin with, or the directory of a run that has it.
-        flags: of the layout, and others that differ from those of the run.
-
-    Returns:
-        The exit status of the computation, and what differs; on the first rank.
-
-    Raises:
-        UserError: the ledger lacks the step, or there is no checkpoint before it.
-    """
+    """Take the steps after the nearest checkpoint, to the given one, and compare them. `step`: the last that is taken.
+    `run`: the checkpoint to begin with, or the directory of a run that has it. `flags`: of the layout, and others that
+    differ from those of the run. Returns the exit status of the computation, and what differs; on the first rank.
+    Raises UserError where the ledger lacks the step, or there is no checkpoint before it."""
     if step not in history.steps:
         raise UserError(f"{history.path} has no line of step {step} that counts: use one of {in_ranges(history.steps)}")
     directory, manifest = _nearest(run, step, history)

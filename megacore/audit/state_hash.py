@@ -49,19 +49,12 @@ Hashes = dict[str, dict[str, str]]
 
 
 class Part(NamedTuple):
-    """Consecutive elements of a local tensor.
-
-    Attributes:
-        values: flat.
-        start: the first of them, in the flattened local tensor.
-        shape: of the local tensor, padding at the end of dimensions included.
-        slices: of the global tensor that it holds.
-    """
+    """Consecutive elements of a local tensor."""
 
     values: Tensor
-    start: int
-    shape: Sequence[int]
-    slices: Slices
+    start: int  # the first of them, in the flattened local tensor
+    shape: Sequence[int]  # of the local tensor, padding at the end of dimensions included
+    slices: Slices  # of the global tensor that it holds
 
 
 @torch.no_grad()
@@ -133,15 +126,8 @@ def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
 
 
 class StateHash:
-    """The hashes of the weights, the optimizer's state and the buffers of a run; all ranks call each method together.
-
-    Args:
-        steps: that train them.
-        mesh: this rank's groups.
-
-    Attributes:
-        names: of all tensors of the model, the same on every rank.
-    """
+    """The hashes of the weights, the optimizer's state and the buffers of a run; all ranks call each method
+    together."""
 
     def __init__(self, steps: TrainStep, mesh: Mesh) -> None:
         self._steps, self._mesh = steps, mesh
@@ -149,6 +135,7 @@ class StateHash:
         self._shapes: dict[str, tuple[int, ...]] = shapes
         own = [name for name, _ in self._parts()]
         everyone = all_gather_objects(sorted(set(own)), mesh.world)
+        # Of all tensors of the model, the same on every rank.
         self.names: list[TensorName] = sorted({name for names in everyone for name in names})
         places = {name: place for place, name in enumerate(self.names)}
         self._places = torch.tensor([places[name] for name in own], dtype=torch.int64, device=mesh.device)

@@ -23,7 +23,8 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def register_activation(name: str, function: Callable[..., Tensor], *, kept: int, gated: bool = False) -> None:
-    """Make an activation of one's own a value of --activation, before flags are read.
+    """Make an activation of one's own a value of --activation, before flags are read. Raises ValueError where the name
+    is that of another activation.
 
     Args:
         name: of the activation.
@@ -31,9 +32,6 @@ def register_activation(name: str, function: Callable[..., Tensor], *, kept: int
         kept: tensors of the size of its output that the layer keeps for backward: the output, and what the function
             saves. `F.silu` saves its input: 2.
         gated: the function takes a gate and a value.
-
-    Raises:
-        ValueError: the name is that of another activation.
     """
     kind = ActivationKind(kept=kept, gated=gated)
     if name in ACTIVATIONS and (ACTIVATIONS[name], ACTIVATION_FUNCTIONS.get(name)) != (kind, function):

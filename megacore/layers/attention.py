@@ -46,7 +46,8 @@ class Mixing(TypedDict, total=False):
 
 
 class Attention(nn.Module):
-    """What all kinds of attention do with queries, keys and values once they are projected.
+    """What all kinds of attention do with queries, keys and values once they are projected. Raises ConfigError where
+    the ranks of a sequence exchange heads, which they cannot divide.
 
     Args:
         config: dropout on the attention weights, soft cap of the scores.
@@ -56,9 +57,6 @@ class Attention(nn.Module):
         window: as for `ops.attention`.
         rotary: turns queries and keys by their positions; None: nothing does.
         alibi: of this rank's heads; see `alibi_of_rank`.
-
-    Raises:
-        ConfigError: the ranks of a sequence exchange heads, which they cannot divide.
     """
 
     def __init__(
@@ -178,17 +176,10 @@ class SelfAttention(Attention):
             self.query_factor = config.attention_multiplier * math.sqrt(d)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Attention over all positions.
-
-        Args:
-            x: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s counts this rank's positions,
-                and those of the whole sequence in what follows.
-            documents: [b, s] whole on every rank, as for `ops.attention`.
-            positions: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
-
-        Returns:
-            Like x.
-        """
+        """Attention over all positions. `x`: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s
+        counts this rank's positions, and those of the whole sequence in what follows. `documents`: [b, s] whole on
+        every rank, as for `ops.attention`. `positions`: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
+        Returns like x."""
         return self.output(self.attended(x, documents, positions))
 
     def attended(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -253,14 +244,8 @@ class SelfAttention(Attention):
 
 def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: BuildContext, mixing: Mixing) -> None:
     """Refuse what a run asks of an attention that is none of megacore's, and that does not say that it has it.
-
-    Args:
-        attention: its `supports` lists flags, such as `("--cp", "--window-size")`; none where it has no such attribute.
-        config, context, mixing: what it is built from.
-
-    Raises:
-        ConfigError: each flag by name.
-    """
+    `attention`: its `supports` lists flags, such as `("--cp", "--window-size")`; none where it has no such attribute.
+    `config, context, mixing`: what it is built from. Raises ConfigError with each flag by name."""
     if isinstance(attention, Attention):
         return
     heads, dropout, multiplier = config.num_attention_heads, config.attention_dropout, f"{config.attention_multiplier}"

@@ -1,7 +1,5 @@
-"""The transformer block: attention and MLP, each with a norm and added to the residual stream.
-
-The norm comes before the layer, as in GPT-2, or after the residual sum, as in the original transformer and in BERT.
-"""
+"""The transformer block: attention and MLP, each with a norm and added to the residual stream. The norm comes before
+the layer, as in GPT-2, or after the residual sum, as in the original transformer and in BERT."""
 
 from __future__ import annotations
 
@@ -39,12 +37,9 @@ def run_light(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Te
 
 
 class MLP(nn.Module):
-    """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward.
-
-    Args:
-        config: sizes, biases, activation; the group's size divides `ffn_hidden_size`.
-        context: groups, device and what else a layer is built with.
-    """
+    """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward. `config`: sizes,
+    biases, activation; the group's size divides `ffn_hidden_size`. `context`: groups, device and what else a layer is
+    built with."""
 
     inputs: ClassVar[tuple[str, ...]] = ("up",)
     """The projections of the input, in the order of the parameters."""
@@ -159,13 +154,8 @@ class ScaledResidual(Residual):
 
 
 def build_residual(config: ResolvedModel, dropout: Dropout | None, post_norm: LayerNorm | None) -> Residual:
-    """How a block adds to the residual stream.
-
-    Args:
-        config: says what the output is multiplied by, before its norm.
-        dropout: of the normed output.
-        post_norm: of the output; None: there is none.
-    """
+    """How a block adds to the residual stream. `config`: says what the output is multiplied by, before its norm.
+    `post_norm`: of the output; None: there is none."""
     residual = Residual() if dropout is None else DroppedResidual(dropout)
     if post_norm is not None:
         residual = NormedResidual(residual, post_norm)
@@ -202,7 +192,8 @@ class BuildsAttention(Protocol):
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with norms of what attention and MLP give, as
     in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2). Where the configuration asks
-    for attention and MLP side by side, it becomes a `ParallelBlock` or a `SharedNormBlock`.
+    for attention and MLP side by side, it becomes a `ParallelBlock` or a `SharedNormBlock`. Raises ConfigError where
+    the run asks for what `attention` does not have.
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -210,11 +201,7 @@ class TransformerBlock(nn.Module):
         name: the block's global name, `blocks.17`.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
         attention: builds attention; None: the configuration says which.
-        mlp: builds what follows attention.
         mixing: keyword arguments of `Attention`.
-
-    Raises:
-        ConfigError: the run asks for what `attention` does not have.
     """
 
     def __init__(
@@ -260,12 +247,8 @@ class TransformerBlock(nn.Module):
     def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """The block's output, in the form of its input.
-
-        Args:
-            x: [b, s, h]; or with what `BuildContext.beside` names, such as documents and positions [b, s], as for
-                SelfAttention, which are handed on as they are.
-        """
+        """The block's output, in the form of its input. `x`: [b, s, h]; or with what `BuildContext.beside` names, such
+        as documents and positions [b, s], as for SelfAttention, which are handed on as they are."""
         if isinstance(x, Tensor):
             return self.of_hidden(x, {})
         hidden, *where = x
@@ -312,13 +295,8 @@ class SharedNormBlock(ParallelBlock):
 
 class PostNormBlock(nn.Module):
     """Bidirectional attention and MLP, each added to its input and then normed (Vaswani et al. 2017, arXiv 1706.03762,
-    section 3.1; Devlin et al. 2018, arXiv 1810.04805).
-
-    Args:
-        config: sizes and dropout.
-        context: groups, device and what else a layer is built with.
-        name: the block's global name, `blocks.17`.
-    """
+    section 3.1; Devlin et al. 2018, arXiv 1810.04805). `context`: groups, device and what else a layer is built with.
+    `name`: the block's global name, `blocks.17`."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()

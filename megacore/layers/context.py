@@ -38,45 +38,29 @@ class LinearArguments(ParallelArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """Handed down from the entry point to every layer.
+    """Handed down from the entry point to every layer."""
 
-    Attributes:
-        layer_group: ranks that split the same matrices.
-        sequence: which positions of each sequence this rank holds.
-        device: where parameters live.
-        streams: where dropout masks come from.
-        sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
-        recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
-        recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
-        recompute_full: blocks keep only their input, and are computed again in backward.
-        split_backward: input and weight gradients are computed separately, as some schedules and --reproducible need.
-        beside: names of what follows the hidden states in the input of a block, in order.
-        padded_documents: whether document numbers may be 0, which is padding.
-        attention: which implementation computes attention.
-        products: computes the matrix products of every linear layer, the output layer's included.
-        blocks: where sums over features, heads and positions are cut, for --reproducible.
-        loss_chunks: of the tokens, for which the output layer computes logits and loss; 1: it gives the logits.
-        loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
-        experts: ranks that divide experts.
-    """
-
-    layer_group: Group = ALONE
-    sequence: SequenceShards = WHOLE
-    device: torch.device
-    streams: RandomStreams
-    sequence_parallel: bool = False
+    layer_group: Group = ALONE  # ranks that split the same matrices
+    sequence: SequenceShards = WHOLE  # which positions of each sequence this rank holds
+    device: torch.device  # where parameters live
+    streams: RandomStreams  # where dropout masks come from
+    sequence_parallel: bool = False  # between the tensor-parallel layers, activations are split along the sequence
+    # Attention keeps only queries, keys and values, and is computed again in backward.
     recompute_attention: bool = False
-    recompute_light: bool = False
-    recompute_full: bool = False
+    recompute_light: bool = False  # the outputs of norms and activations are computed again in backward, and not kept
+    recompute_full: bool = False  # blocks keep only their input, and are computed again in backward
+    # Input and weight gradients are computed separately, as some schedules and --reproducible need.
     split_backward: bool = False
+    # Names of what follows the hidden states in the input of a block, in order.
     beside: tuple[str, ...] = ("documents", "positions")
-    padded_documents: bool = True
-    attention: Attention = "auto"
-    products: Products = TORCH
-    blocks: Blocks = ONE_BLOCK
-    loss_chunks: int = 1
+    padded_documents: bool = True  # whether document numbers may be 0, which is padding
+    attention: Attention = "auto"  # which implementation computes attention
+    products: Products = TORCH  # computes the matrix products of every linear layer, the output layer's included
+    blocks: Blocks = ONE_BLOCK  # where sums over features, heads and positions are cut, for --reproducible
+    loss_chunks: int = 1  # of the tokens, for which the output layer computes logits and loss; 1: it gives the logits
+    # Label smoothing and z-loss of training, for an output layer that computes the loss.
     loss_options: CrossEntropyOptions = field(default_factory=partial(CrossEntropyOptions, in_place=True))
-    experts: ExpertRanks = field(default_factory=ExpertRanks)
+    experts: ExpertRanks = field(default_factory=ExpertRanks)  # ranks that divide experts
 
     @classmethod
     def of(
@@ -140,12 +124,7 @@ class BuildContext:
         return self.loss_chunks > 1 or self.blocks.divide
 
     def chunked_loss(self, vocab_size: int, soft_cap: float | None = None) -> ChunkedLoss:
-        """How the output layer computes its loss with the logits.
-
-        Args:
-            vocab_size: without padding.
-            soft_cap: of the logits; None: they have none.
-        """
+        """How the output layer computes its loss with the logits. `soft_cap`: of the logits; None: they have none."""
         return ChunkedLoss(
             vocab_size=vocab_size,
             chunks=self.loss_chunks,
@@ -157,12 +136,8 @@ class BuildContext:
         )
 
     def hidden_dropout(self, config: ResolvedModel, site: str) -> Dropout | None:
-        """Dropout of what is written to the residual stream; None if the configuration has none.
-
-        Args:
-            config: its probability.
-            site: global name of the position in the model.
-        """
+        """Dropout of what is written to the residual stream; None if the configuration has none. `config`: its
+        probability. `site`: global name of the position in the model."""
         if not config.hidden_dropout:
             return None
         # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.

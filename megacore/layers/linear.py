@@ -11,18 +11,9 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicat
 
 
 class ReplicatedLinear(ShardedModule):
-    """y = x W^T + b, whole on every tensor-parallel rank.
-
-    Sequence parallel, a rank applies it to its positions, and the weights' gradients are summed with those of the
-    norms.
-
-    Args:
-        in_features: input features.
-        out_features: output features.
-        bias: whether there is a bias.
-        products: computes the layer's matrix products.
-        blocks: where sums over positions are cut.
-    """
+    """y = x W^T + b, whole on every tensor-parallel rank. Sequence parallel, a rank applies it to its positions, and
+    the weights' gradients are summed with those of the norms. `bias`: whether there is a bias. `products`: computes the
+    layer's matrix products. `blocks`: where sums over positions are cut."""
 
     def __init__(
         self,

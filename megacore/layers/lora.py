@@ -89,18 +89,9 @@ class AdaptedGatedMLP(GatedMLP):
 def adapted(
     build: Callable[[], nn.Module], name: str, lora: LoraConfig, model: ResolvedModel, context: BuildContext
 ) -> nn.Module:
-    """A layer of a model, frozen; and with adapters beside the linear layers of a block.
-
-    Args:
-        build: makes the layer.
-        name: its global name.
-        lora: with a rank.
-        model: what the layer belongs to.
-        context: with which the layer is built.
-
-    Raises:
-        ConfigError: the block has no layer of a target's name.
-    """
+    """A layer of a model, frozen; and with adapters beside the linear layers of a block. `name`: its global name.
+    `model`: what the layer belongs to. `context`: with which the layer is built. Raises ConfigError where the block has
+    no layer of a target's name."""
     layer = build().requires_grad_(False)
     if not name.startswith("blocks."):
         return layer
@@ -118,14 +109,8 @@ def adapted(
 def _add(
     module: Any, name: str, parts: Sequence[int], lora: LoraConfig, model: ResolvedModel, context: BuildContext
 ) -> None:
-    """Give a linear layer its adapter.
-
-    Args:
-        module: the layer.
-        name: its global name.
-        parts: numbers of the stacked projections that have one; none: the layer has one as a whole.
-        lora, model, context: as for `adapted`.
-    """
+    """Give a linear layer its adapter. `name`: its global name. `parts`: numbers of the stacked projections that have
+    one; none: the layer has one as a whole. `lora, model, context`: as for `adapted`."""
     out_features, in_features = module.weight.spec.shape
     rank, device = lora.lora_rank, context.device
     assert rank is not None
@@ -158,12 +143,7 @@ def _add(
 
 def projection_of_rows(model: ResolvedModel, rows: Tensor) -> Tensor:
     """Which of query (0), key (1) and value (2) each row of the joint projection belongs to: by head group, the queries
-    first.
-
-    Args:
-        model: has the heads.
-        rows: their numbers.
-    """
+    first."""
     shared_by = model.num_attention_heads // model.query_groups
     return (rows // model.head_size % (shared_by + 2) - shared_by + 1).clamp(min=0)
 

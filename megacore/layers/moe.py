@@ -48,19 +48,13 @@ from megacore.parallel.sharding import ShardedModule, replicated, separate_term
 
 
 class Choice(NamedTuple):
-    """The experts of every token.
+    """The experts of every token."""
 
-    Attributes:
-        indices: [b, s, k] int64, ascending.
-        weights: [b, s, k] fp32, of what they give.
-        shares: [b, s, E] fp32, of the scores in a token's sum of them.
-        gap: scalar fp32, by how much the scores of chosen experts, or of their groups, exceed those of the others at
-            least; infinite where there are none. None: the choice was not made here.
-    """
-
-    indices: Tensor
-    weights: Tensor
-    shares: Tensor
+    indices: Tensor  # [b, s, k] int64, ascending
+    weights: Tensor  # [b, s, k] fp32, of what they give
+    shares: Tensor  # [b, s, E] fp32, of the scores in a token's sum of them
+    # Scalar fp32, by how much the scores of chosen experts, or of their groups, exceed those of the others at least;
+    # infinite where there are none. None: the choice was not made here.
     gap: Tensor | None = None
 
 
@@ -126,12 +120,7 @@ def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> tuple[Tensor, T
 
 
 def capacity_of(experts: ResolvedExperts, length: int) -> int:
-    """How many tokens of a sequence an expert takes: the capacity factor times the mean.
-
-    Args:
-        experts: with a capacity factor.
-        length: of the sequence.
-    """
+    """How many tokens of a sequence an expert takes: the capacity factor times the mean."""
     assert experts.moe_expert_capacity_factor is not None
     factor = Fraction(str(experts.moe_expert_capacity_factor))  # as it was written: rounded products end above integers
     return math.ceil(factor * experts.moe_router_topk * length / experts.num_experts)
@@ -139,17 +128,14 @@ def capacity_of(experts: ResolvedExperts, length: int) -> int:
 
 def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, capacity: int) -> tuple[Tensor, Tensor]:
     """Which choices are dropped: an expert takes those with the largest weights, of equal ones the first, or those that
-    come first.
+    come first. Returns [b, S, k] bool; and by how much the smallest weight that a full expert takes exceeds the largest
+    that it drops, at least, a scalar: infinite where none drops a choice, or drops by position.
 
     Args:
         indices: [b, S, k] int64, the experts of all tokens of each sequence; E for padding, which takes no place.
         weights: [b, S, k], of the choices.
         experts: says which of the two.
         capacity: of each expert, in tokens of a sequence.
-
-    Returns:
-        [b, S, k] bool; and by how much the smallest weight that a full expert takes exceeds the largest that it drops,
-        at least, a scalar: infinite where none drops a choice, or drops by position.
     """
     flat = indices.flatten(1)  # [b, S k], in the order of positions
     if experts.moe_token_drop_policy == "probs":
@@ -172,26 +158,16 @@ def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, 
 
 
 class Router(ShardedModule):
-    """h -> E logits, computed in fp32.
+    """h -> E logits, computed in fp32. `hidden_size`: h. `experts`: the section of the experts. `blocks`: where sums
+    over positions are cut."""
 
-    Args:
-        hidden_size: h.
-        experts: the section of the experts.
-        blocks: where sums over positions are cut.
-        device: where parameters live.
-
-    Attributes:
-        counts: [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many
-            choices padding would have, and how many were dropped.
-        gap: scalar fp32, the smallest `Route.gap` of these forwards.
-        bias: [E] fp32, what moves the choice; None: nothing does.
-        loads: [E] int64, how often each expert was chosen in the last step, on all ranks, for a loss that goes by it;
-            0 before the first step. None: there is no such loss.
-    """
-
+    # [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many choices
+    # padding would have, and how many were dropped.
     counts: Tensor
-    gap: Tensor
-    bias: Tensor | None
+    gap: Tensor  # scalar fp32, the smallest `Route.gap` of these forwards
+    bias: Tensor | None  # [E] fp32, what moves the choice; None: nothing does
+    # [E] int64, how often each expert was chosen in the last step, on all ranks, for a loss that goes by it; 0 before
+    # the first step. None: there is no such loss.
     loads: Tensor | None
 
     def __init__(
@@ -208,12 +184,7 @@ class Router(ShardedModule):
         self.register_buffer("loads", zeros(experts.num_experts) if experts.uses_last_loads else None, persistent=False)
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, E] fp32
-
-        Args:
-            x: of the block.
-            noise: [b, s, h] fp32, by which it is multiplied; None: by nothing.
-        """
+        """[b, s, h] -> [b, s, E] fp32. `noise`: [b, s, h] fp32, by which x is multiplied; None: there is none."""
         wide = x.float() if noise is None else x.float() * noise
         return self.blocks.over_positions(_linear, [wide], [self.weight])
 
@@ -233,13 +204,8 @@ def _gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class SharedExpert(ShardedModule):
-    """An MLP that every token uses, and a gate where the model has one.
-
-    Args:
-        config: of the block.
-        experts: its section, with a shared expert.
-        context: groups, device and what else a layer is built with.
-    """
+    """An MLP that every token uses, and a gate where the model has one. `experts`: its section, with a shared expert.
+    `context`: groups, device and what else a layer is built with."""
 
     def __init__(self, config: ResolvedModel, experts: ResolvedExperts, context: BuildContext) -> None:
         super().__init__()
@@ -296,23 +262,14 @@ class Experts(nn.Module):
 
 
 class Route(NamedTuple):
-    """Where the tokens of a forward go, which is decided once.
+    """Where the tokens of a forward go, which is decided once."""
 
-    Attributes:
-        indices: [b, s, k] int64, the experts that they have chosen, ascending.
-        counted: the same, E for padding.
-        counts: [E + 2] int64, as of a `Router`.
-        sent: as `counted`, and E where the expert is full: the token is not sent to it.
-        assignment: what this rank sends and receives.
-        gap: as in `Choice`, or that of `beyond_capacity` where it is smaller.
-    """
-
-    indices: Tensor
-    counted: Tensor
-    counts: Tensor
-    sent: Tensor
-    assignment: Assignment
-    gap: Tensor | None
+    indices: Tensor  # [b, s, k] int64, the experts that they have chosen, ascending
+    counted: Tensor  # the same, E for padding
+    counts: Tensor  # [E + 2] int64, as of a `Router`
+    sent: Tensor  # as `counted`, and E where the expert is full: the token is not sent to it
+    assignment: Assignment  # what this rank sends and receives
+    gap: Tensor | None  # as in `Choice`, or that of `beyond_capacity` where it is smaller
 
 
 class MoE(nn.Module):
@@ -321,12 +278,10 @@ class MoE(nn.Module):
     Without sequence parallelism every rank of the layer group has all tokens. Where these ranks split each expert, what
     they compute are parts of a sum, and so are the gradients of tokens and weights, which are summed. The router and
     its losses are computed alike on all of them, and summed on none. With sequence parallelism a rank routes its own
-    positions, and gathers the others' only where it has a part of each expert. With canonical blocks the experts add
-    up their parts before tokens do, so that all ranks have the same rows, and whole gradients of tokens and weights.
+    positions, and gathers the others' only where it has a part of each expert. With canonical blocks the experts add up
+    their parts before tokens do, so that all ranks have the same rows, and whole gradients of tokens and weights.
 
-    Args:
-        config: of the block, with experts.
-        context: groups, device and what else a layer is built with.
+    `config`: of the block, with experts. `context`: groups, device and what else a layer is built with.
     """
 
     leaves_padding_out = True
@@ -348,12 +303,7 @@ class MoE(nn.Module):
         self.shared = SharedExpert(config, experts, context) if has_shared else None
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h]
-
-        Args:
-            x: this rank's positions.
-            padding: [b, S], 1 for padding, which uses no expert; None: there is none.
-        """
+        """[b, s, h] -> [b, s, h]. `padding`: [b, S], 1 for padding, which uses no expert; None: there is none."""
         decided = self.streams.decided
         known: Route | None = None if decided is None else decided.get(self)
         logits = self.router(x, self._noise(x))
@@ -461,12 +411,9 @@ class MoE(nn.Module):
     def _balanced(
         self, weights: Tensor, logits: Tensor, shares: Tensor, route: Route, padding: Tensor | None
     ) -> Tensor:
-        """The weights, with the losses of the router on their way.
-
-        Each is a mean over the sequences of the global batch, of a mean over the tokens of a sequence: neither
-        microbatches nor ranks change them. The losses of a sequence need its counts on all ranks that hold a part of
-        it, which have no gradient.
-        """
+        """The weights, with the losses of the router on their way. Each is a mean over the sequences of the global
+        batch, of a mean over the tokens of a sequence: neither microbatches nor ranks change them. The losses of a
+        sequence need its counts on all ranks that hold a part of it, which have no gradient."""
         config, losses = self.config, list[Tensor]()
         length: int | Tensor = self._length(weights)
         squares = logits.logsumexp(-1).square() if config.moe_z_loss_coeff else None

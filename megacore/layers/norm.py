@@ -72,14 +72,8 @@ class RMSNorm(LayerNorm):
 class JointHeadNorm(ShardedModule):
     """A norm over the queries, or the keys, of all heads together, as in OLMoE (Muennighoff et al. 2024, arXiv
     2409.02060, section 2). Where ranks have different heads, they sum their squares, and the gradients of the sums.
-
-    Args:
-        config: which norm, and its epsilon.
-        heads: of all ranks.
-        ranks: of the layer group, which have different heads.
-        group: ranks over which the parameters' gradients are summed here.
-        device: where parameters live.
-    """
+    `config`: which norm, and its epsilon. `ranks`: of the layer group, which have different heads. `group`: ranks over
+    which the parameters' gradients are summed here."""
 
     def __init__(
         self,
@@ -128,15 +122,9 @@ class JointHeadNorm(ShardedModule):
 
 class NormOfEachHead(ShardedModule):
     """A norm of the queries, or the keys, of each head, with weights of its own, as in StableLM 2 12B. Every rank holds
-    the weights of all heads, and uses those of its own.
-
-    Args:
-        config: which norm, and its epsilon.
-        heads: of all ranks.
-        ranks: of the layer group, which have different heads, or the same key where they are more than the keys.
-        group: ranks over which the parameters' gradients are summed here.
-        device: where parameters live.
-    """
+    the weights of all heads, and uses those of its own. `config`: which norm, and its epsilon. `ranks`: of the layer
+    group, which have different heads, or the same key where they are more than the keys. `group`: ranks over which the
+    parameters' gradients are summed here."""
 
     def __init__(
         self,
@@ -197,14 +185,7 @@ def build_norm(
     size: int | None = None,
     group: Group = ALONE,
 ) -> LayerNorm:
-    """The norm that the configuration asks for.
-
-    Args:
-        config: which, and its epsilon.
-        device: where its parameters live.
-        size: of the last dimension. None: the hidden size.
-        group: as for LayerNorm.
-    """
+    """The norm that the configuration asks for. `size`: of the last dimension. None: the hidden size."""
     kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
     return kind(
         size or config.hidden_size,

@@ -1,6 +1,5 @@
 """The norms and attentions of --reproducible, which `parallelize()` puts in the place of the plain ones, as
-parallel/reproducible.py does with parallel layers. Each computes in canonical blocks (parallel/canonical.py).
-"""
+parallel/reproducible.py does with parallel layers. Each computes in canonical blocks (parallel/canonical.py)."""
 
 from __future__ import annotations
 
@@ -177,12 +176,8 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def make_reproducible(layer: nn.Module, blocks: Blocks) -> None:
-    """Let everything inside a layer of a model compute in blocks. Its parameters stay.
-
-    Args:
-        layer: as it was built.
-        blocks: of the model; if they do not divide sums, nothing changes.
-    """
+    """Let everything inside a layer of a model compute in blocks. Its parameters stay. `blocks`: of the model; if they
+    do not divide sums, nothing changes."""
     if not blocks.divide:
         return
     reproducible.exchange(layer, blocks, reproducible.OF_BLOCKS | _OF_BLOCKS)

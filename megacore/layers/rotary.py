@@ -29,29 +29,18 @@ from megacore.parallel.context import WHOLE, SequenceShards
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are stretched.
+    """How frequencies are stretched."""
 
-    Attributes:
-        kind: by which rule.
-        factor: how many times longer the context becomes.
-        original: context in tokens before; not used by linear.
-        low: llama3 and yarn stretch frequencies that turn fewer times than this over the original context,
-        high: and leave those that turn more often than this; between the two they change over smoothly.
-        whole_pairs: yarn rounds these bounds to whole pairs of dimensions.
-        length: yarn and longrope multiply rotated queries and keys by this.
-        short: longrope divides the frequencies by these in sequences of at most `original` tokens,
-        long: and by these in longer ones; [r/2] each.
-    """
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    factor: float
-    original: int = 0
-    low: float = 1.0
-    high: float = 4.0
-    whole_pairs: bool = True
-    length: float = 1.0
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]  # by which rule
+    factor: float  # how many times longer the context becomes
+    original: int = 0  # context in tokens before; not used by linear
+    low: float = 1.0  # llama3 and yarn stretch frequencies that turn fewer times than this over the original context,
+    high: float = 4.0  # and leave those that turn more often than this; between the two they change over smoothly
+    whole_pairs: bool = True  # yarn rounds these bounds to whole pairs of dimensions
+    length: float = 1.0  # yarn and longrope multiply rotated queries and keys by this
+    # Longrope divides the frequencies by these in sequences of at most `original` tokens,.
     short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()  # and by these in longer ones; [r/2] each
 
     @classmethod
     def of(cls, config: ResolvedModel) -> RopeScaling | None:
@@ -98,14 +87,8 @@ def _length(config: ResolvedModel) -> float:
 
 
 class Rotary:
-    """Rotates queries and keys by their positions.
-
-    Args:
-        dimensions: r, even; of each head, from its first.
-        base: of the frequencies.
-        scaling: how they are stretched; None: not at all.
-        sequence: which positions queries and keys are given of.
-    """
+    """Rotates queries and keys by their positions. `dimensions`: r, even; of each head, from its first. `scaling`: how
+    they are stretched; None: not at all. `sequence`: which positions queries and keys are given of."""
 
     def __init__(
         self,
@@ -122,29 +105,16 @@ class Rotary:
 
     @classmethod
     def of(cls, config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Rotary | None:
-        """The one that a configuration asks for, if any.
-
-        Args:
-            config: resolved.
-            sequence: which positions this rank holds.
-        """
+        """The one that a configuration asks for, if any. `sequence`: which positions this rank holds."""
         if config.position_embedding_type != "rope":
             return None
         scaling = RopeScaling.of(config)
         return cls(config.rotary_dimensions, base=config.rotary_base, scaling=scaling, sequence=sequence)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turn both by their positions.
-
-        Args:
-            query: [b, s, n, d]
-            key: [b, s, g, d]
-            positions: [b, s] int64, of whole sequences, below s or the length of the longest `tables` before. None: 0
-                to s - 1 in every sequence.
-
-        Returns:
-            Like query and key, contiguous.
-        """
+        """Turn both by their positions. `query`: [b, s, n, d]. `key`: [b, s, g, d]. `positions`: [b, s] int64, of whole
+        sequences, below s or the length of the longest `tables` before. None: 0 to s - 1 in every sequence. Returns
+        like query and key, contiguous."""
         cos, sin = self._angles(query, positions)
         if positions is None:
             return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
@@ -153,16 +123,9 @@ class Rotary:
         return next(turned), next(turned)
 
     def split(self, packed: Tensor, *, groups: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned by their positions, and values out of one projection.
-
-        Args:
-            packed: [b, s, groups * (q + 2), d] contiguous: of each group its q queries, its key, its value.
-            groups: the number of keys and of values.
-            positions: as for `rotate`.
-
-        Returns:
-            [b, s, groups * q, d] and twice [b, s, groups, d], contiguous.
-        """
+        """Queries and keys, turned by their positions, and values out of one projection. `packed`: [b, s, groups * (q +
+        2), d] contiguous: of each group its q queries, its key, its value. `groups`: the number of keys and of values.
+        `positions`: as for `rotate`. Returns [b, s, groups * q, d] and twice [b, s, groups, d], contiguous."""
         cos, sin = self._angles(packed, positions)
         if positions is None:
             return ops.split_rotary(packed, cos, sin, groups=groups)
@@ -201,11 +164,8 @@ class Rotary:
         return (*self._tables, *self._here)
 
     def frequencies(self, length: int) -> Tensor:
-        """Radians a position of each pair of dimensions, [r/2] fp32.
-
-        Args:
-            length: positions of the sequence, by which dynamic scaling and longrope go.
-        """
+        """Radians a position of each pair of dimensions, [r/2] fp32. `length`: positions of the sequence, by which
+        dynamic scaling and longrope go."""
         scaling, base, r = self.scaling, self.base, self.dimensions
         if scaling is not None and scaling.kind == "dynamic" and length > scaling.original:
             stretch = scaling.factor * length / scaling.original - (scaling.factor - 1.0)

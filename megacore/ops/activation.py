@@ -92,17 +92,12 @@ _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
 
 
 def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
-    """GELU, in its tanh form unless it is to be exact.
+    """GELU, in its tanh form unless it is to be exact. Returns like x. Raises ValueError where x's dtype or strides do
+    not fit.
 
     Args:
         x: [..., f] contiguous; fp32, fp16 or bf16.
         exact: with the error function, as in BERT; only in plain torch.
-
-    Returns:
-        Like x.
-
-    Raises:
-        ValueError: x's dtype or strides do not fit.
     """
     if (runs := fit(x)) is None:
         require_rows(x=x)
@@ -114,17 +109,12 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x + bias), the sum not rounded on the way.
+    """gelu(x + bias), the sum not rounded on the way. Returns like x. Raises ValueError where an argument's device,
+    dtype, shape or strides do not fit.
 
     Args:
         x: [..., f] contiguous; fp32, fp16 or bf16.
         bias: [f], of x's dtype.
-
-    Returns:
-        Like x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     if not fit(x, vectors=(bias,)):
         require_rows(x=x)
@@ -186,17 +176,12 @@ _swiglu_forward.register_autograd(_differentiate_swiglu, setup_context=_keep_swi
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up.
+    """silu(gate) * up. Returns [..., f] contiguous. Raises ValueError where an argument's device, dtype, shape or
+    strides do not fit.
 
     Args:
         gate: [..., f]; fp32, fp16 or bf16. Rows may lie apart, as in one half of a wider tensor.
         up: like gate.
-
-    Returns:
-        [..., f] contiguous.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require_rows(gate=gate, up=up)
     require_same_device(gate=gate, up=up)
@@ -250,16 +235,11 @@ _halves_forward.register_autograd(_differentiate_halves, setup_context=_keep_hal
 
 
 def swiglu_of_halves(both: Tensor) -> Tensor:
-    """silu(gate) * up of the two halves of one tensor, whose gradient is one tensor too.
+    """silu(gate) * up of the two halves of one tensor, whose gradient is one tensor too. Returns [..., f] contiguous.
+    Raises ValueError where an argument's device, dtype, shape or strides do not fit.
 
     Args:
         both: [..., 2 f] contiguous, up and then gate; fp32, fp16 or bf16.
-
-    Returns:
-        [..., f] contiguous.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     if not fit(both):
         require_rows(both=both)
@@ -271,18 +251,13 @@ def swiglu_of_halves(both: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
-    """gelu(gate) * up (Shazeer 2020), in plain torch.
+    """gelu(gate) * up (Shazeer 2020), in plain torch. Returns like gate. Raises ValueError where an argument's device,
+    dtype or shape does not fit.
 
     Args:
         gate: [..., f], any strides; fp32, fp16 or bf16.
         up: like gate.
         exact: as for `gelu`.
-
-    Returns:
-        Like gate.
-
-    Raises:
-        ValueError: an argument's device, dtype or shape does not fit.
     """
     require_rows(gate=gate, up=up)
     require_same_device(gate=gate, up=up)
@@ -306,16 +281,11 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (So et al. 2021, arXiv 2109.08668, section 3), in plain torch.
+    """relu(x)^2 (So et al. 2021, arXiv 2109.08668, section 3), in plain torch. Returns like x. Raises ValueError where
+    x's dtype does not fit.
 
     Args:
         x: any shape and strides; fp32, fp16 or bf16.
-
-    Returns:
-        Like x.
-
-    Raises:
-        ValueError: x's dtype does not fit.
     """
     require_floats(x=x)
     return _SquaredReLU.apply(x)

@@ -99,7 +99,8 @@ def adamw_(
     copy: Tensor | None = None,
     decays: Tensor | None = None,
 ) -> None:
-    """One step, in place; what `torch.optim.AdamW` does with `gradient * factor`.
+    """One step, in place; what `torch.optim.AdamW` does with `gradient * factor`. Raises ValueError where an argument's
+    device, dtype, shape, strides or range do not fit.
 
     Args:
         parameter: [n] fp32 master weights.
@@ -112,9 +113,6 @@ def adamw_(
         copy: [n] fp16 or bf16, which receives the new parameters; None for none.
         decays: [ceil(n / 32)] uint8, 1 for each 32 elements with weight decay and 0 for those without. None: all
             have it.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
     require(parameter.dim() == 1, f"parameter has shape {tuple(parameter.shape)}: it must be flat, [n]")
     factor = torch.ones((), device=parameter.device) if factor is None else factor

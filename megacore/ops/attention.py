@@ -198,7 +198,8 @@ def attention(
     dropout: float = 0.0,
     implementation: Attention = "auto",
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over what each position sees.
+    """softmax(q k^T / sqrt(d)) v over what each position sees. Returns [b, n, s, d]. Raises ValueError where an
+    argument's device, dtype, shape or strides do not fit.
 
     Args:
         query: [b, n, s, d]; any strides, the last dimension contiguous.
@@ -210,12 +211,6 @@ def attention(
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's
             device, or from the CPU's where attention is computed in blocks.
         implementation: which one.
-
-    Returns:
-        [b, n, s, d]
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     if implementation not in _NAMES:
         raise ValueError(f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")

@@ -1,9 +1,7 @@
-"""residual + dropout(x) with a mask that is a function of a seed and the position, never stored.
-
-The random bits are Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter (column / 4, row, 0, 0), a
-word for each of four neighbouring columns. The plain form computes the same bits, so that both implementations,
-forward, backward and a recomputation agree on every element.
-"""
+"""residual + dropout(x) with a mask that is a function of a seed and the position, never stored. The random bits are
+Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter (column / 4, row, 0, 0), a word for each of four
+neighbouring columns. The plain form computes the same bits, so that both implementations, forward, backward and a
+recomputation agree on every element."""
 
 from __future__ import annotations
 
@@ -101,19 +99,14 @@ _dropout_add.register_autograd(_differentiate, setup_context=_keep)
 
 
 def dropout_add(x: Tensor, residual: Tensor, *, probability: float, seed: int) -> Tensor:
-    """residual + dropout(x), what is kept divided by 1 - probability (Srivastava et al. 2014).
+    """residual + dropout(x), what is kept divided by 1 - probability (Srivastava et al. 2014). Returns like x. Raises
+    ValueError where an argument's device, dtype, shape, strides or range do not fit.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
         residual: like x.
         probability: share of elements dropped, in [0, 1).
         seed: 0 to 2^63 - 1; the mask is a function of it, and of row and column.
-
-    Returns:
-        Like x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
     _check_mask(probability, seed)
     if not fit(x, alike=(residual,)):
@@ -125,16 +118,13 @@ def dropout_add(x: Tensor, residual: Tensor, *, probability: float, seed: int) -
 
 
 def dropout_mask(shape: Sequence[int], *, probability: float, seed: int, device: torch.device) -> Tensor:
-    """What `dropout_add` keeps, as a bool tensor.
+    """What `dropout_add` keeps, as a bool tensor. Raises ValueError where an argument's shape or range does not fit.
 
     Args:
         shape: [..., h].
         probability: share of elements dropped, in [0, 1).
         seed: 0 to 2^63 - 1.
         device: where the mask is made.
-
-    Raises:
-        ValueError: an argument's shape or range does not fit.
     """
     require(len(shape) > 0 and shape[-1] > 0, f"shape is {tuple(shape)}: its last dimension must hold something")
     _check_mask(probability, seed)

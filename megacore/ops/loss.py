@@ -35,19 +35,13 @@ _LOWEST = -1e30  # below any logit, and finite: its differences are never NaN
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyOptions:
-    """What is computed per token.
+    """What is computed per token."""
 
-    Attributes:
-        label_smoothing: weight e in [0, 1) of the uniform distribution over the true vocabulary.
-        z_loss: weight of log(Z)^2, Z being the softmax denominator; 0 leaves it out.
-        ignore_index: targets of this value give loss 0 and gradient 0.
-        in_place: backward writes the gradient over the logits, which saves their size in memory. Whoever looks at the
-            logits after backward sees the gradient.
-    """
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    ignore_index: int = -100
+    label_smoothing: float = 0.0  # weight e in [0, 1) of the uniform distribution over the true vocabulary
+    z_loss: float = 0.0  # weight of log(Z)^2, Z being the softmax denominator; 0 leaves it out
+    ignore_index: int = -100  # targets of this value give loss 0 and gradient 0
+    # Backward writes the gradient over the logits, which saves their size in memory. Whoever looks at the logits after
+    # backward sees the gradient.
     in_place: bool = False
 
     def __post_init__(self) -> None:
@@ -63,16 +57,12 @@ class CrossEntropyOptions:
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """Which columns each rank holds, and how ranks exchange what they know.
+    """Which columns each rank holds, and how ranks exchange what they know."""
 
-    Attributes:
-        bounds: [start, stop) of every rank's ids, in order; the last stop is the vocabulary's size.
-        rank: this rank.
-        exchange: a tensor -> the ranks' tensors, stacked along a new first dimension.
-    """
-
+    # [start, stop) of every rank's ids, in order; the last stop is the vocabulary's size.
     bounds: tuple[tuple[int, int], ...]
     rank: int = 0
+    # A tensor -> the ranks' tensors, stacked along a new first dimension.
     exchange: Callable[[Tensor], Tensor] = lambda tensor: tensor.unsqueeze(0)
 
     def __post_init__(self) -> None:
@@ -96,19 +86,12 @@ class VocabularyShare:
 
 @dataclass(frozen=True)
 class SoftmaxSums:
-    """What backward needs of each token's softmax over the whole vocabulary.
+    """What backward needs of each token's softmax over the whole vocabulary."""
 
-    Attributes:
-        targets: [tokens] int64.
-        peak: [tokens] fp32, the largest logit.
-        total: [tokens] fp32, the sum of exp(x - peak).
-        log_z: [tokens] fp32, the logarithm of the softmax's denominator.
-    """
-
-    targets: Tensor
-    peak: Tensor
-    total: Tensor
-    log_z: Tensor
+    targets: Tensor  # [tokens] int64
+    peak: Tensor  # [tokens] fp32, the largest logit
+    total: Tensor  # [tokens] fp32, the sum of exp(x - peak)
+    log_z: Tensor  # [tokens] fp32, the logarithm of the softmax's denominator
 
 
 @custom_op("megacore::cross_entropy_statistics", mutates_args=())
@@ -307,8 +290,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that autograd did not see being made. torch's `once_differentiable` checks only whether
-    the incoming gradient could be differentiated again, and here the logits could."""
+    """A gradient that autograd did not see being made. torch's `once_differentiable` checks only whether the incoming
+    gradient could be differentiated again, and here the logits could."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, logits: Tensor) -> Tensor:
@@ -322,18 +305,15 @@ class _Once(torch.autograd.Function):
 def statistics(
     logits: Tensor, targets: Tensor, *, share: VocabularyShare, start: int, columns: int, options: CrossEntropyOptions
 ) -> Tensor:
-    """The part of each token's loss that some columns of the logits contribute.
+    """The part of each token's loss that some columns of the logits contribute. Returns [3, tokens] fp32: largest logit
+    m; sum of exp(x - m); weighted sum of x - m.
 
     Args:
         logits: [tokens, width] contiguous; the columns followed by padding, which is not looked at.
         targets: [tokens] int64.
         share: of the whole vocabulary.
         start: the id of the first column.
-        columns: number of them.
         options: label smoothing and ignore index.
-
-    Returns:
-        [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
     """
     result: Tensor = _statistics(
         logits, targets, start, columns, options.ignore_index, *options.weights(share.vocab_size)
@@ -344,17 +324,13 @@ def statistics(
 def merged(
     parts: Tensor, targets: Tensor, *, bounds: Sequence[tuple[int, int]], vocab_size: int, options: CrossEntropyOptions
 ) -> Tensor:
-    """The `statistics` of all columns, from those of some.
+    """The `statistics` of all columns, from those of some. Returns [3, tokens] fp32.
 
     Args:
         parts: [parts, 3, tokens] fp32.
         targets: [tokens] int64.
         bounds: [start, stop) of every part's ids.
         vocab_size: of the whole vocabulary.
-        options: label smoothing.
-
-    Returns:
-        [3, tokens] fp32.
     """
     if len(bounds) == 1:
         return parts[0]
@@ -366,20 +342,9 @@ def merged(
 def losses(
     local: Tensor, targets: Tensor, *, share: VocabularyShare, options: CrossEntropyOptions
 ) -> tuple[Tensor, SoftmaxSums]:
-    """The loss of each token, from the `statistics` of this rank's columns; exchanges them.
-
-    Args:
-        local: [3, tokens] fp32.
-        targets: [tokens] int64.
-        share: which columns these are.
-        options: label smoothing, z-loss and ignore index.
-
-    Returns:
-        [tokens] fp32, and what backward needs.
-
-    Raises:
-        ValueError: the exchange gives the tensors of too few ranks, or of too many.
-    """
+    """The loss of each token, from the `statistics` of this rank's columns; exchanges them. `local`: [3, tokens] fp32.
+    `targets`: [tokens] int64. `options`: label smoothing, z-loss and ignore index. Returns [tokens] fp32, and what
+    backward needs. Raises ValueError where the exchange gives the tensors of too few ranks, or of too many."""
     gathered = share.exchange(local)  # [ranks, 3, tokens]
     require(
         gathered.shape[0] == len(share.bounds),
@@ -425,19 +390,15 @@ def cross_entropy(
     options: CrossEntropyOptions | None = None,
     share: VocabularyShare | None = None,
 ) -> Tensor:
-    """Loss per token in fp32, from this rank's share of the logits.
+    """Loss per token in fp32, from this rank's share of the logits. Returns [...] fp32; `F.cross_entropy(...,
+    reduction="none")` of the whole logits. NaN for a target that no id is. Raises ValueError where an argument's
+    device, dtype or shape does not fit.
 
     Args:
         logits: [..., width], the share's columns followed by padding, which is not looked at; fp32, fp16 or bf16.
         targets: [...] int64, ids of the whole vocabulary or `options.ignore_index`.
         options: label smoothing, z-loss, ignore index, in-place gradient.
         share: which columns these are. None: all.
-
-    Returns:
-        [...] fp32; `F.cross_entropy(..., reduction="none")` of the whole logits. NaN for a target that no id is.
-
-    Raises:
-        ValueError: an argument's device, dtype or shape does not fit.
     """
     require_rows(logits=logits)
     options = options or CrossEntropyOptions()

@@ -143,19 +143,14 @@ class _WithInput(Node):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
-    """LayerNorm over the last dimension.
+    """LayerNorm over the last dimension. Returns [..., h] in x's dtype. Raises ValueError where an argument's device,
+    dtype, shape or strides do not fit.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
         weight: [h], of x's dtype; None: there is none.
         bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
-
-    Returns:
-        [..., h] in x's dtype.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     return _normed(x, weight, bias, epsilon, rms=False)
 
@@ -178,7 +173,8 @@ def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: floa
 def norm_and_sum(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float = 1e-5, *, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """s = x + residual and the norm of s, reading and writing each once.
+    """s = x + residual and the norm of s, reading and writing each once. Returns the normalised sum and the sum, both
+    like x. Raises ValueError where an argument's device, dtype, shape or strides do not fit.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
@@ -187,12 +183,6 @@ def norm_and_sum(
         bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance, or to the mean square.
         rms: RMSNorm, and not LayerNorm.
-
-    Returns:
-        The normalised sum and the sum, both like x.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     if (runs := fit(x, vectors=(weight, bias), alike=(residual,))) is None or not epsilon > 0:
         _refuse(x, epsilon, weight, bias, residual)

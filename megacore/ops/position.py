@@ -57,18 +57,13 @@ _rotary.register_autograd(_differentiate, setup_context=_keep)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys by their positions' angles.
+    """Turn queries or keys by their positions' angles. Returns like x; dimensions from r on are copied. Raises
+    ValueError where an argument's device, dtype, shape or strides do not fit.
 
     Args:
         x: [b, s, heads, d] contiguous; fp32, fp16 or bf16.
         cos: [s, r/2] contiguous, any of these dtypes, r <= d; cosines of position * frequency. Has no gradient.
         sin: [s, r/2] contiguous, of cos's dtype; likewise.
-
-    Returns:
-        Like x; dimensions from r on are copied.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     _check(x, cos, sin, name="x")
     return rotary_reference(x, cos, sin, backwards=False) if is_fused(x) else _rotary(x, cos, sin, False)
@@ -133,19 +128,15 @@ def _split_reference(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> t
 
 
 def split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned as by `rotary`, and values, out of the projection that holds them by group.
+    """Queries and keys turned as by `rotary`, and values, out of the projection that holds them by group. Returns
+    queries [b, s, groups * q, d], keys and values [b, s, groups, d], contiguous. Raises ValueError where an argument's
+    device, dtype, shape or strides do not fit.
 
     Args:
         packed: [b, s, groups * (q + 2), d] contiguous: of each group its q query heads, its key, its value.
         cos: [s, r/2], as for `rotary`.
         sin: [s, r/2]; likewise.
         groups: the number of key heads, which is that of value heads.
-
-    Returns:
-        Queries [b, s, groups * q, d], keys and values [b, s, groups, d], contiguous.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require_whole(groups=groups)
     _check(packed, cos, sin, name="packed")

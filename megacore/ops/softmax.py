@@ -96,21 +96,17 @@ def fused_softmax(
     offset: int | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(scale * x) over the keys that each query sees, summed in fp32.
+    """softmax(scale * x) over the keys that each query sees, summed in fp32. Returns like x. Weights of what is not
+    seen are exactly 0, also those of a query that sees nothing, or nothing but scores of -inf. Raises ValueError where
+    an argument's device, dtype, shape or strides do not fit.
 
     Args:
         x: [b, heads, sq, sk] contiguous scores; fp32, fp16 or bf16; any sizes.
         scale: multiplies the scores; positive.
         causal: query i sees keys up to i + offset.
-        offset: position of the first query among the keys. None: sk - sq, the queries being the last of the sequence.
+        offset: position of the first query among the keys. None: sk - sq, the queries being the last of the
+            sequence.
         window: query i sees only keys after i + offset - window (with causal: the last `window` keys).
-
-    Returns:
-        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing, or nothing but
-        scores of -inf.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, heads, sq, sk]")
     require_alike(x=x)

@@ -1,9 +1,7 @@
-"""Windows and packed documents by torch's flash kernel for sequences of different lengths (torch 2.11 and later).
-
-It takes the documents of all sequences one after the other, and a window; it writes neither scores nor masks, and
-computes nothing between documents. It knows neither dropout nor ALiBi, runs on CUDA in 16 bits only, and reads where
-documents begin from an int32 tensor whose length is their number: the host has to wait for the documents once.
-"""
+"""Windows and packed documents by torch's flash kernel for sequences of different lengths (torch 2.11 and later). It
+takes the documents of all sequences one after the other, and a window; it writes neither scores nor masks, and computes
+nothing between documents. It knows neither dropout nor ALiBi, runs on CUDA in 16 bits only, and reads where documents
+begin from an int32 tensor whose length is their number: the host has to wait for the documents once."""
 
 from __future__ import annotations
 

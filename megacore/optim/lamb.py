@@ -1,9 +1,7 @@
-"""LAMB: Adam whose step for a matrix has the norm of the matrix (You et al. 2020, arXiv 1904.00962, algorithm 2).
-
-The trust ratio is that of the whole parameter, however it is divided over ranks: the sums of squares of all parts of
-all parameters are added up in one collective per step. Vectors (biases, norm weights), which do not decay, have the
-ratio 1.
-"""
+"""LAMB: Adam whose step for a matrix has the norm of the matrix (You et al. 2020, arXiv 1904.00962, algorithm 2). The
+trust ratio is that of the whole parameter, however it is divided over ranks: the sums of squares of all parts of all
+parameters are added up in one collective per step. Vectors (biases, norm weights), which do not decay, have the ratio
+1."""
 
 from __future__ import annotations
 

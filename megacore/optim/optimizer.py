@@ -1,9 +1,7 @@
-"""The optimizer protocol: state beside this rank's master weights, and a step that updates both.
-
-A subclass implements `update`. Its settings (megacore/config/optimizers.py) declare its state and the parameters that
-it needs whole; shard boundaries, the memory plan and checkpoints follow from them. An entry in
-megacore/optim/optimizers.py makes it selectable.
-"""
+"""The optimizer protocol: state beside this rank's master weights, and a step that updates both. A subclass implements
+`update`. Its settings (megacore/config/optimizers.py) declare its state and the parameters that it needs whole; shard
+boundaries, the memory plan and checkpoints follow from them. An entry in megacore/optim/optimizers.py makes it
+selectable."""
 
 from __future__ import annotations
 

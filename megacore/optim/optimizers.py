@@ -49,14 +49,15 @@ OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {
 
 
 def register_optimizer(name: str, settings: type[OptimizerSettings], optimizer: type[Optimizer[Any]]) -> None:
-    """Make an optimizer of one's own a value of --optimizer, before flags are read or an engine is made.
-
-    Its settings become the section of that name: the flags of its fields, a table of configuration files, and `--help
-    NAME`. The engine takes an instance of the settings as `optimizer_settings`.
-
-    `name`: of the optimizer, in lower case. `settings`: a frozen dataclass that derives from `OptimizerSettings`; every
-    field has a default. `optimizer`: takes the step for these settings. Raises ValueError with everything that is wrong
+    """Make an optimizer of one's own a value of --optimizer, before flags are read or an engine is made. Its settings
+    become the section of that name: the flags of its fields, a table of configuration files, and `--help NAME`. The
+    engine takes an instance of the settings as `optimizer_settings`. Raises ValueError with everything that is wrong
     with the name and the settings.
+
+    Args:
+        name: of the optimizer, in lower case.
+        settings: a frozen dataclass that derives from `OptimizerSettings`; every field has a default.
+        optimizer: takes the step for these settings.
     """
     problems = []
     if not (name.isidentifier() and name.islower()):

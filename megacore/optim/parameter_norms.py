@@ -1,9 +1,7 @@
-"""Sums of squares of whole parameters, however they are divided over ranks: one collective for all of them.
-
-Every element is counted once: a parameter knows whether this rank counts it (`ShardSpec.is_counted_by`), and replicas
-that hold the same elements, as on ZeRO stage 0, divide the parameters among themselves. The matrix of every expert
-counts as a parameter.
-"""
+"""Sums of squares of whole parameters, however they are divided over ranks: one collective for all of them. Every
+element is counted once: a parameter knows whether this rank counts it (`ShardSpec.is_counted_by`), and replicas that
+hold the same elements, as on ZeRO stage 0, divide the parameters among themselves. The matrix of every expert counts as
+a parameter."""
 
 from __future__ import annotations
 

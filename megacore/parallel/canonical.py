@@ -40,25 +40,18 @@ _ALIGNMENT = 64  # bytes; matrix products may round differently at other address
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a layout-independent sum consists of, and those of them that this rank holds.
+    """The blocks that a layout-independent sum consists of, and those of them that this rank holds."""
 
-    Attributes:
-        count: B, a power of two that the group's size divides; 1: sums are cut where the layout cuts them.
-        group: the tensor-parallel group.
-        sequence_parallel: between the layers the tensor-parallel ranks divide the positions of a sequence shard,
-            otherwise each holds all of them.
-        sequence: which positions the ranks of context parallelism hold; they divide the blocks of a tensor-parallel
-            rank.
-        everywhere: every rank holds all rows of inputs and outputs, such as those of experts, instead of positions.
-        divide: whether sums are divided at all.
-    """
-
-    count: int = 1
-    group: Group = ALONE
+    count: int = 1  # B, a power of two that the group's size divides; 1: sums are cut where the layout cuts them
+    group: Group = ALONE  # the tensor-parallel group
+    # Between the layers the tensor-parallel ranks divide the positions of a sequence shard, otherwise each holds all of
+    # them.
     sequence_parallel: bool = False
+    # Which positions the ranks of context parallelism hold; they divide the blocks of a tensor-parallel rank.
     sequence: SequenceShards = WHOLE
+    # Every rank holds all rows of inputs and outputs, such as those of experts, instead of positions.
     everywhere: bool = False
-    divide: bool = field(init=False)
+    divide: bool = field(init=False)  # whether sums are divided at all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "divide", self.count > 1)  # every layer asks in every call
@@ -114,16 +107,9 @@ class Blocks:
         parameters: Sequence[ShardedParameter | None],
     ) -> Tensor:
         """A function of single positions, computed a block of positions at a time, so that gradients of parameters that
-        every rank holds are sums over canonical blocks.
-
-        Args:
-            function: of blocks of `tensors`, then of the parameters.
-            tensors: [b, s', ...]
-            parameters: that every rank holds; None is passed on.
-
-        Returns:
-            The results, joined along positions.
-        """
+        every rank holds are sums over canonical blocks. `function`: of blocks of `tensors`, then of the parameters.
+        `tensors`: [b, s', ...]. `parameters`: that every rank holds; None is passed on. Returns the results, joined
+        along positions."""
         if not self.divide:
             return function(*tensors, *parameters)
         number = len(self.held_positions)
@@ -152,29 +138,16 @@ class Blocks:
         return joined_blocks([function(*operands) for operands in zip(*blocks, *views, strict=True)], 2)
 
     def terms(self, parameter: ShardedParameter, number: int, *, gathered: bool = False) -> list[Tensor]:
-        """Views of a parameter whose gradients are terms of an exact sum.
-
-        Args:
-            parameter: that every rank holds.
-            number: of views.
-            gathered: every rank gets the terms of all ranks; otherwise the ranks' sums are added later.
-        """
+        """Views of a parameter whose gradients are terms of an exact sum. `gathered`: every rank gets the terms of all
+        ranks; otherwise the ranks' sums are added later."""
         if gathered and self.group.size > 1 and parameter.requires_grad and torch.is_grad_enabled():
             views: tuple[Tensor, ...] = _TermsOfRanks.apply(parameter, number, self.group)
             return list(views)
         return [parameter, *(separate_term(parameter) for _ in range(number - 1))]
 
     def columns(self, x: Tensor, parameters: Parameters, products: Products) -> tuple[Tensor, ...]:
-        """Column-parallel layers that share an input.
-
-        Args:
-            x: [b, s', i]; or rows [n, i].
-            parameters: weight [o/t, i], bias [o/t] or None, weight, ...; or stacked weights [E, o/t, i].
-            products: computes the matrix products.
-
-        Returns:
-            [b, s, o/(t p)] of each layer.
-        """
+        """Column-parallel layers that share an input. `x`: [b, s', i]; or rows [n, i]. `parameters`: weight [o/t, i],
+        bias [o/t] or None, weight, ...; or stacked weights [E, o/t, i]. Returns [b, s, o/(t p)] of each layer."""
         weights = [None if p is None else self._own(p, -2) for p in parameters[::2]]
         biases = [None if p is None else self._own(p, -1) for p in parameters[1::2]]
         pairs = list(zip(weights, biases, strict=True))
@@ -187,17 +160,8 @@ class Blocks:
         )
 
     def row(self, x: Tensor, weight: Tensor, bias: ShardedParameter | None, products: Products) -> Tensor:
-        """A row-parallel layer.
-
-        Args:
-            x: [b, s, i/(t p)]
-            weight: [o, i/t], or stacked [E, o, i/t].
-            bias: [o], which every rank holds, or None.
-            products: computes the matrix products.
-
-        Returns:
-            [b, s', o]
-        """
+        """A row-parallel layer. `x`: [b, s, i/(t p)]. `weight`: [o, i/t], or stacked [E, o, i/t]. `bias`: [o], which
+        every rank holds, or None. Returns [b, s', o]."""
         weight = self._own(weight, -1)
         partial: Tensor = _RowOutput.apply(self, products, x, weight.detach())
         partial = self._with_weights(partial, x.detach(), weight, None, dim=-1, products=products)
@@ -205,18 +169,10 @@ class Blocks:
         return y if bias is None else self.over_positions(torch.add, [y], [bias])
 
     def copies(self, x: Tensor, number: int, dtype: torch.dtype, *, heads: int | None = None) -> Tensor:
-        """Copies of every head, next to it, whose gradients are added in the tree.
-
-        Args:
-            x: [b, s, heads, d] fp32.
-            number: of blocks that a copy is for; a power of two.
-            dtype: of the result.
-            heads: of the only head, which all ranks have, the copies for this rank's blocks together, whose gradients
-                are added in each block first, and last over the ranks; None: `number`.
-
-        Returns:
-            [b, s, heads x number, d], or [b, s, heads, d] of the copies of one head
-        """
+        """Copies of every head, next to it, whose gradients are added in the tree. `x`: [b, s, heads, d] fp32.
+        `number`: of blocks that a copy is for; a power of two. `heads`: of the only head, which all ranks have, the
+        copies for this rank's blocks together, whose gradients are added in each block first, and last over the ranks;
+        None: `number`. Returns [b, s, heads x number, d], or [b, s, heads, d] of the copies of one head."""
         if number == 1 and heads is None:
             return x.to(dtype)
         copied: Tensor = _Copies.apply(x, number, heads, dtype, self)
@@ -410,9 +366,7 @@ class _ColumnOutputs(Node):
 
 class _WeightGradients(Node):
     """Forward gives zeros of the output's shape, one number in memory; backward the gradients of weight and bias.
-
-    Schedules that split backward ask autograd for one or the other: the input's gradient is in another node.
-    """
+    Schedules that split backward ask autograd for one or the other: the input's gradient is in another node."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,7 @@
-"""Every collective of the trainer, in two layers: in-place calls on tensors, and autograd pairs.
-
-The pairs are adjoint linear maps (Shoeybi et al. 2019, arXiv 1909.08053, section 3): the backward of one is the
-forward of the other, so that <A x, y> = <x, A^T y> over the group. A group of one rank communicates nothing. Nothing
-else in megacore calls torch.distributed's collectives; point-to-point transfers live in `pipeline/transport.py`.
-"""
+"""Every collective of the trainer, in two layers: in-place calls on tensors, and autograd pairs. The pairs are adjoint
+linear maps (Shoeybi et al. 2019, arXiv 1909.08053, section 3): the backward of one is the forward of the other, so that
+<A x, y> = <x, A^T y> over the group. A group of one rank communicates nothing. Nothing else in megacore calls
+torch.distributed's collectives; point-to-point transfers live in `pipeline/transport.py`."""
 
 from __future__ import annotations
 
@@ -33,16 +31,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Pending:
-    """A collective under way; `wait()` returns once the result may be read.
-
-    Wait for it, or keep its tensors alive: with gloo, a message whose tensor is freed before it has arrived blocks all
-    later messages between the two ranks.
-
-    Args:
-        works: what torch says of it; empty where there is nothing to wait for.
-        then: what is left to do afterwards.
-        watched: marks the wait for the watchdog.
-    """
+    """A collective under way; `wait()` returns once the result may be read. Wait for it, or keep its tensors alive:
+    with gloo, a message whose tensor is freed before it has arrived blocks all later messages between the two ranks.
+    `works`: what torch says of it; empty where there is nothing to wait for. `then`: what is left to do afterwards.
+    `watched`: marks the wait for the watchdog."""
 
     def __init__(
         self,
@@ -75,22 +67,16 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
 
 
 def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor:
-    """Reduce a contiguous `tensor` in place over all ranks of the job; every rank gets the same bits.
-
-    The groups that divide the ranks reduce it one after the other: a ring over all n ranks takes 2 (n - 1) steps.
-    """
+    """Reduce a contiguous `tensor` in place over all ranks of the job; every rank gets the same bits. The groups that
+    divide the ranks reduce it one after the other: a ring over all n ranks takes 2 (n - 1) steps."""
     for group in mesh.sum_groups:
         all_reduce_(tensor, group, op)
     return tensor
 
 
 def rows_of_ranks(row: Sequence[float], mesh: Mesh) -> Tensor:
-    """Every rank's numbers, [ranks, len(row)] fp64 on the mesh's device, the same bits on every rank.
-
-    Args:
-        row: this rank's; every rank has as many.
-        mesh: this rank's groups.
-    """
+    """Every rank's numbers, [ranks, len(row)] fp64 on the mesh's device, the same bits on every rank. `row`: this
+    rank's; every rank has as many."""
     rows = torch.tensor([[mesh.world.rank, *row]], dtype=torch.float64, device=mesh.device)
     for group in mesh.sum_groups:  # those of a group's ranks, who then all take part in the next group's
         if _by_messages(rows, group) and group.size <= _FEW_RANKS:
@@ -136,12 +122,8 @@ def _is_small_sum(tensor: Tensor, group: Group, op: Reduction) -> bool:
 
 
 class Sum:
-    """The sum of a tensor over the group, under way.
-
-    Args:
-        x: its memory may be used for the sum.
-        group: of two ranks or more.
-    """
+    """The sum of a tensor over the group, under way. `x`: its memory may be used for the sum. `group`: of two ranks or
+    more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self._compiled = torch.compiler.is_compiling()
@@ -185,12 +167,8 @@ class ShardsGathered:
 
 
 class SumScattered:
-    """This rank's part of a sum over the group, under way.
-
-    Args:
-        x: [group.size, ...], contiguous, a part for each rank.
-        group: of two ranks or more.
-    """
+    """This rank's part of a sum over the group, under way. `x`: [group.size, ...], contiguous, a part for each rank.
+    `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self._compiled = torch.compiler.is_compiling()
@@ -211,12 +189,8 @@ class SumScattered:
 
 
 class PartsExchanged:
-    """A part of every rank's tensor for each rank, stacked along the first dimension; under way.
-
-    Args:
-        x: [group.size, ...], contiguous, a part for each rank.
-        group: of two ranks or more.
-    """
+    """A part of every rank's tensor for each rank, stacked along the first dimension; under way. `x`: [group.size,
+    ...], contiguous, a part for each rank. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         _check(x)
@@ -235,14 +209,8 @@ class PartsExchanged:
 
 
 class RowsExchanged:
-    """Rows of every rank's tensor for each rank, as many as there are; under way.
-
-    Args:
-        x: [rows, ...], contiguous, those for the first rank first.
-        send: rows for each rank.
-        receive: rows from each rank.
-        group: of two ranks or more.
-    """
+    """Rows of every rank's tensor for each rank, as many as there are; under way. `x`: [rows, ...], contiguous, those
+    for the first rank first. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         _check(x)
@@ -260,12 +228,8 @@ class RowsExchanged:
 
 
 class Shift:
-    """A tensor of every rank on its way to the next one in group order, from the last to the first; under way.
-
-    Args:
-        x: contiguous; of one shape on every rank. Nothing is written to it before `wait`.
-        group: of two ranks or more.
-    """
+    """A tensor of every rank on its way to the next one in group order, from the last to the first; under way. `x`:
+    contiguous; of one shape on every rank. Nothing is written to it before `wait`. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         _check(x)
@@ -315,11 +279,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """Stack the ranks' tensors of equal shape along a new first dimension.
-
-    Returns:
-        [group.size, *tensor.shape]
-    """
+    """Stack the ranks' tensors of equal shape along a new first dimension. Returns [group.size, *tensor.shape]."""
     if group.size == 1:
         return tensor.unsqueeze(0)
     if torch.compiler.is_compiling():
@@ -349,15 +309,10 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
 
 @contextlib.contextmanager
 def all_or_none(group: Group, device: torch.device) -> Iterator[None]:
-    """Fail on every rank of the group where the body fails on one, such as for want of memory.
-
-    For what a rank prepares by itself before a collective, where the others would wait for it. The body communicates
-    nothing. Waits for the device: for saves, never for the step.
-
-    Raises:
-        Exception: what the body raised, on the rank where it did.
-        PeerFailed: on the ranks where the body succeeded, when it failed elsewhere.
-    """
+    """Fail on every rank of the group where the body fails on one, such as for want of memory. For what a rank prepares
+    by itself before a collective, where the others would wait for it. The body communicates nothing. Waits for the
+    device: for saves, never for the step. Raises Exception with what the body raised, on the rank where it did;
+    PeerFailed on the ranks where the body succeeded, when it failed elsewhere."""
     failed = torch.zeros((), device=device)  # made before the body, which may leave no memory for it
     try:
         yield
@@ -408,24 +363,14 @@ class _Reduce(Node):
 
 
 def copy_to_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """Enter a tensor-parallel region: identity forward, gradients summed over the group backward.
-
-    Args:
-        x: the same on every rank.
-        group: whose ranks read it.
-        in_place: the gradient may be overwritten, which saves a copy: the operators that read the result make a new
-            tensor for it, and give that to nobody else.
-    """
+    """Enter a tensor-parallel region: identity forward, gradients summed over the group backward. `x`: the same on
+    every rank. `in_place`: the gradient may be overwritten, which saves a copy: the operators that read the result make
+    a new tensor for it, and give that to nobody else."""
     return x if group.size == 1 else _Copy.apply(x, group, in_place)
 
 
 def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """Leave a tensor-parallel region: partial results summed forward, identity backward.
-
-    Args:
-        x: of every rank.
-        group: that sums them.
-        in_place: x may be overwritten, which saves a copy, if it is contiguous and no view: neither the caller nor the
-            operator that made it reads it again.
-    """
+    """Leave a tensor-parallel region: partial results summed forward, identity backward. `group`: that sums them.
+    `in_place`: x may be overwritten, which saves a copy, if it is contiguous and no view: neither the caller nor the
+    operator that made it reads it again."""
     return x if group.size == 1 else _Reduce.apply(x, group, in_place)

@@ -36,18 +36,11 @@ _VARIANTS = 64
 
 @runtime_checkable
 class Prepared(Protocol):
-    """A module that reads tensors in its forward which only plain Python can make.
-
-    Methods whose names a module lists in an attribute `uncompiled` run as they are: compiled code ends before them and
-    starts again behind them.
-    """
+    """A module that reads tensors in its forward which only plain Python can make. Methods whose names a module lists
+    in an attribute `uncompiled` run as they are: compiled code ends before them and starts again behind them."""
 
     def prepare(self, x: Tensor) -> None:
-        """Make them.
-
-        Args:
-            x: the hidden states that enter the layer.
-        """
+        """Make them. `x`: the hidden states that enter the layer."""
 
 
 class _UncompiledLinears(Products):
@@ -149,9 +142,9 @@ class _Alias(torch.autograd.Function):
 
 
 def alias(x: Tensor) -> Tensor:
-    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view that
-    an autograd function has made, such as the output of a layer whose backward is split or whose weights are sharded.
-    """
+    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view
+    that an autograd function has made, such as the output of a layer whose backward is split or whose weights are
+    sharded."""
     result: Tensor = _Alias.apply(x)
     return result
 

@@ -38,23 +38,15 @@ ContextComm = Literal["allgather", "ring", "ulysses"]
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which positions of a sequence each rank of a group holds.
+    """Which positions of a sequence each rank of a group holds."""
 
-    Attributes:
-        group: the ranks that divide each sequence.
-        comm: how they exchange keys and values.
-    """
-
-    group: Group = ALONE
-    comm: ContextComm = "allgather"
+    group: Group = ALONE  # the ranks that divide each sequence
+    comm: ContextComm = "allgather"  # how they exchange keys and values
 
     def ranges(self, length: int, rank: int | None = None) -> tuple[range, ...]:
         """A rank's positions in a sequence, ascending: two ranges of one size, or all of them where one rank has all.
-
-        Args:
-            length: s, of the whole sequence; a multiple of 2p where p is above 1.
-            rank: position in the group; None: this rank.
-        """
+        `length`: s, of the whole sequence; a multiple of 2p where p is above 1. `rank`: position in the group; None:
+        this rank."""
         ranks = self.group.size
         if ranks == 1:
             return (range(length),)
@@ -72,25 +64,15 @@ class SequenceShards:
 
     def take(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
         """This rank's positions of a tensor that has those of the whole sequence along `dim`; x itself where one rank
-        has all.
-
-        Args:
-            x: any tensor.
-            dim: its dimension of positions.
-            length: of the sequence, where x has more positions than that; None: it has as many.
-        """
+        has all. `length`: of the sequence, where x has more positions than that; None: it has as many."""
         if self.group.size == 1:
             return x
         ranges = self.ranges(x.shape[dim] if length is None else length)
         return torch.cat([x.narrow(dim, of.start, len(of)) for of in ranges], dim)
 
     def put_together(self, pieces: Tensor, dim: int) -> Tensor:
-        """The whole sequence, in its order, of what each rank holds.
-
-        Args:
-            pieces: [p, ...], by rank.
-            dim: of a piece: its dimension of positions.
-        """
+        """The whole sequence, in its order, of what each rank holds. `pieces`: [p, ...], by rank. `dim`: of a piece:
+        its dimension of positions."""
         length, parts = self.whole_length(pieces.shape[1 + dim]), dict[int, Tensor]()
         for rank, piece in enumerate(pieces):
             ranges = self.ranges(length, rank)
@@ -99,11 +81,8 @@ class SequenceShards:
         return torch.cat([parts[start] for start in sorted(parts)], dim)
 
     def take_apart(self, *sequences: Tensor) -> Tensor:
-        """What each rank holds of whole sequences, [p, number of arguments, b, s/p, ...], by one copy.
-
-        Args:
-            sequences: [b, s, ...] of one shape.
-        """
+        """What each rank holds of whole sequences, [p, number of arguments, b, s/p, ...], by one copy. `sequences`: [b,
+        s, ...] of one shape."""
         b, s, *others = sequences[0].shape
         ranks = range(self.group.size)
         parts = [
@@ -127,7 +106,8 @@ def context_attention(
     slopes: Tensor | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's positions over those of all ranks.
+    """Attention of this rank's positions over those of all ranks. Returns [b, n, s/p, d], laid out as [b, s/p, n, d]; 0
+    where the position is padding.
 
     Args:
         query: [b, n, s/p, d]; any strides, the last dimension contiguous.
@@ -136,10 +116,6 @@ def context_attention(
         shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
         view: who sees whom, with the documents of the whole sequence; in a ring causal.
         slopes: [n] fp32, of ALiBi.
-        soft_cap: of the scores.
-
-    Returns:
-        [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
     """
     if shards.comm == "ulysses":
         return _by_heads(query, key, value, shards, view=view, slopes=slopes, soft_cap=soft_cap)
@@ -293,16 +269,13 @@ class _RingAttention(Node):
 
 
 def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
-    """Add terms at some positions of sums in fp32, in place.
+    """Add terms at some positions of sums in fp32, in place. Returns the sums.
 
     Args:
         totals: [b, heads, s/p, d] each; none: the sums begin here.
         where: the positions of the terms.
         terms: one for each sum, which may become the sum.
         like: of the shape of a sum.
-
-    Returns:
-        The sums.
     """
     if not totals and terms[0].shape == like.shape:
         return terms
@@ -313,19 +286,12 @@ def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor
 
 
 class _Pair(NamedTuple):
-    """Queries and keys of one chunk each, of which each query sees a key.
+    """Queries and keys of one chunk each, of which each query sees a key."""
 
-    Attributes:
-        rows: of this rank's positions, which are the queries.
-        columns: of the other rank's positions, which are the keys.
-        offset: how many positions after the first key the first query is.
-        positions: in the whole sequence, from that of the first key to that of the last query.
-    """
-
-    rows: slice
-    columns: slice
-    offset: int
-    positions: slice
+    rows: slice  # of this rank's positions, which are the queries
+    columns: slice  # of the other rank's positions, which are the keys
+    offset: int  # how many positions after the first key the first query is
+    positions: slice  # in the whole sequence, from that of the first key to that of the last query
 
     def operands(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The parts of a rank's queries, and of a rank's keys and values."""
@@ -351,15 +317,8 @@ def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[
 
 def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, slopes: Tensor | None) -> Iterator[_Pair]:
     """What this rank's queries see of the keys of rank `source`: queries that see none of a chunk are left out, and
-    keys that no query sees.
-
-    Args:
-        source: whose keys.
-        local: positions of each rank.
-        shards: which positions these are.
-        view: causal; its documents are not looked at, which on a device the host would have to wait for.
-        slopes: of ALiBi.
-    """
+    keys that no query sees. `view`: causal; its documents are not looked at, which on a device the host would have to
+    wait for."""
     length, rank = shards.whole_length(local), shards.group.rank
     if slopes is None and view.documents is None and view.reach is None:
         # Only the order counts: the own chunks see each other as one; of an earlier rank all queries see the first

@@ -22,11 +22,7 @@ _PART = 1 << 24  # elements of a sum that are on their way at a time: each takes
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
     """Begin to sum the flat `whole` over the group into `shard`, this rank's part; `shard` may lie in `whole`, as this
-    rank's part of it.
-
-    Returns:
-        What to wait for, and what to do then.
-    """
+    rank's part of it. Returns what to wait for, and what to do then."""
     parts = list(whole.chunk(group.size))
     terms = [part if rank == group.rank else shard.new_empty(shard.shape) for rank, part in enumerate(parts)]
     works = exchange(parts, terms, group)
@@ -42,11 +38,8 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[li
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
-    """Begin to fill the flat `whole` with the ranks' shards; `shard` may be this rank's part of it.
-
-    Returns:
-        What to wait for, and what to do then.
-    """
+    """Begin to fill the flat `whole` with the ranks' shards; `shard` may be this rank's part of it. Returns what to
+    wait for, and what to do then."""
     parts = list(whole.chunk(group.size))
     works = exchange([shard] * group.size, parts, group)
 
@@ -59,11 +52,8 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
 
 def start_sum(tensor: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
     """Begin to sum a few numbers in place over the group: every rank sends its own to every other one, so that a sum
-    takes one step, where gloo's ring takes 2 (n - 1) and wakes a thread in each.
-
-    Returns:
-        What to wait for, and what to do then.
-    """
+    takes one step, where gloo's ring takes 2 (n - 1) and wakes a thread in each. Returns what to wait for, and what to
+    do then."""
     mine = tensor.clone()
     terms = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
     works = exchange([mine] * group.size, terms, group)
@@ -79,11 +69,7 @@ def start_sum(tensor: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[
 
 def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
     """Begin to send each rank its part of `outgoing`, along the first dimension, and to receive from each into
-    `incoming`.
-
-    Returns:
-        What to wait for, and what to do then.
-    """
+    `incoming`. Returns what to wait for, and what to do then."""
     works = exchange(list(outgoing), list(incoming), group)
 
     def copy() -> None:
@@ -113,15 +99,9 @@ def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.W
 
 
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
-    """Sum `tensor` in place over some ranks of a group, without a separate communicator.
-
-    Terms are added in the order of the members: every one of them gets the same bits.
-
-    Args:
-        tensor: contiguous.
-        group: that contains the members.
-        members: positions in the group, ascending, this rank's among them.
-    """
+    """Sum `tensor` in place over some ranks of a group, without a separate communicator. Terms are added in the order
+    of the members: every one of them gets the same bits. `tensor`: contiguous. `members`: positions in the group,
+    ascending, this rank's among them."""
     for part in tensor.view(-1).split(_PART):
         _sum_part(part, group, members)
 
@@ -146,9 +126,7 @@ def _sum_part(part: Tensor, group: Group, members: Sequence[int]) -> None:
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """One small Python value from every rank, in group order, on the first rank; on others those that passed through.
-
-    Along a binomial tree: n - 1 transfers in log2 n rounds, where gloo's all-gather makes n (n - 1).
-    """
+    Along a binomial tree: n - 1 transfers in log2 n rounds, where gloo's all-gather makes n (n - 1)."""
     held, distance = [value], 1
     while distance < group.size:
         if group.rank & distance:

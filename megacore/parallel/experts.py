@@ -51,21 +51,14 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """The ranks that a layer with experts works with.
+    """The ranks that a layer with experts works with."""
 
-    Attributes:
-        dispatch: ranks that hold different experts.
-        layer: ranks that split the same experts.
-        sequences: of the global batch, by which the losses of the router are divided.
-        loss_scale: of the current step.
-        apart: the rows of each source are multiplied apart, and give a gradient of the weights each, as they do on the
-            rank that they come from: --reproducible adds these terms exactly.
-    """
-
-    dispatch: Group = ALONE
-    layer: Group = ALONE
-    sequences: int = 1
-    loss_scale: LossScale = field(default_factory=LossScale)
+    dispatch: Group = ALONE  # ranks that hold different experts
+    layer: Group = ALONE  # ranks that split the same experts
+    sequences: int = 1  # of the global batch, by which the losses of the router are divided
+    loss_scale: LossScale = field(default_factory=LossScale)  # of the current step
+    # The rows of each source are multiplied apart, and give a gradient of the weights each, as they do on the rank that
+    # they come from: --reproducible adds these terms exactly.
     apart: bool = False
 
     @classmethod
@@ -79,30 +72,20 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Where the rows of a microbatch's tokens go, each token once for each of its experts.
+    """Where the rows of a microbatch's tokens go, each token once for each of its experts."""
 
-    Attributes:
-        chosen: k.
-        order: [rows sent] which pair of token and choice each row is that is sent, by expert and then by token.
-        positions: [t k] the reverse: which row each pair is; the one after the last for a pair that is not sent.
-        counts: rows of each expert of this rank: of all sources together, or a list for each of them.
-        sends_all: every pair is sent.
-        send: rows for each rank of the group; none where it has one.
-        receive: rows from each of them.
-        grouped: [r] which received row comes when they are ordered by expert, source and token; None: they stay in the
-            order of their arrival, by source, expert and token.
-        arrival: [r] the reverse.
-    """
-
-    chosen: int
-    order: Tensor
-    positions: Tensor
+    chosen: int  # k
+    order: Tensor  # [rows sent] which pair of token and choice each row is that is sent, by expert and then by token
+    positions: Tensor  # [t k] the reverse: which row each pair is; the one after the last for a pair that is not sent
+    # Rows of each expert of this rank: of all sources together, or a list for each of them.
     counts: Sequence[Sequence[int]]
-    sends_all: bool = True
-    send: Sequence[int] = ()
-    receive: Sequence[int] = ()
+    sends_all: bool = True  # every pair is sent
+    send: Sequence[int] = ()  # rows for each rank of the group; none where it has one
+    receive: Sequence[int] = ()  # rows from each of them
+    # [r] which received row comes when they are ordered by expert, source and token; None: they stay in the order of
+    # their arrival, by source, expert and token.
     grouped: Tensor | None = None
-    arrival: Tensor | None = None
+    arrival: Tensor | None = None  # [r] the reverse
 
 
 def assign(
@@ -121,7 +104,6 @@ def assign(
         experts: E, which the group's size divides; each rank holds as many, in order.
         group: ranks that hold different experts.
         counts: [E or more] int64, how often each index occurs; None: they are counted.
-        sends_all: no index is E.
         apart: the rows of each source are computed apart.
     """
     flat = indices.flatten()
@@ -171,16 +153,13 @@ def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group) -> Tensor:
-    """Each token's weighted sum of what its experts gave, in fp32 and ascending order of experts.
+    """Each token's weighted sum of what its experts gave, in fp32 and ascending order of experts. Returns [t, h].
 
     Args:
         rows: [r, h], in the order of `dispatch`.
         weights: [t, k] fp32.
         assignment: of the tokens.
         group: as for `dispatch`.
-
-    Returns:
-        [t, h]
     """
     if group.size > 1:
         if assignment.grouped is not None:
@@ -271,12 +250,7 @@ class _WithLoss(Node):
 
 def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
     """x, through which a scalar loss of a layer becomes a part of what is trained, though it is no output of a stage.
-
-    Args:
-        x: on whose way backward passes the layer.
-        loss: its gradient is added wherever that of x is computed.
-        scale: factor of the loss.
-    """
+    `x`: on whose way backward passes the layer. `loss`: its gradient is added wherever that of x is computed."""
     joined: Tensor = _WithLoss.apply(x, loss, scale)
     return joined
 
@@ -285,14 +259,9 @@ def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
 
 
 class GroupedProducts(Products):
-    """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights.
-
-    Where the products are torch's, one operator may compute those of all experts (ops/grouped.py).
-
-    Args:
-        products: computes those of one expert.
-        groups: rows of each expert.
-    """
+    """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights. Where
+    the products are torch's, one operator may compute those of all experts (ops/grouped.py). `products`: computes those
+    of one expert."""
 
     def __init__(self, products: Products, groups: RowGroups) -> None:
         self._products, self._groups = products, groups
@@ -345,8 +314,8 @@ class GroupedLinear(ShardedModule):
         in_features: i.
         out_features: o.
         ranks: that divide the experts, and each of them.
-        split: which dimension of the weight the ranks that split an expert divide: 1 for output, 2 for input features.
-        products: computes the products.
+        split: which dimension of the weight the ranks that split an expert divide: 1 for output, 2 for input
+            features.
     """
 
     def __init__(
@@ -372,10 +341,6 @@ class GroupedLinear(ShardedModule):
         self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
-        """[r, i] -> [r, o], a part of the sum where ranks split input features.
-
-        Args:
-            x: the rows of each expert, one after the other.
-            groups: how many each has.
-        """
+        """[r, i] -> [r, o], a part of the sum where ranks split input features. `x`: the rows of each expert, one after
+        the other."""
         return GroupedProducts(self.products, groups).linear(x, self.weight)

@@ -1,9 +1,7 @@
-"""Linear layers of --fp8: another `Products` object, which `parallelize()` gives to the plain layers of a block.
-
-The output and the gradient of the input are products of fp8 numbers (ops/fp8.py); the gradient of the weight is a
-product of 16-bit numbers, added in fp32, as without --fp8. A weight is quantised once a step, not in each microbatch:
-what is kept of it between them ends with the step, so that none is ever of an earlier one.
-"""
+"""Linear layers of --fp8: another `Products` object, which `parallelize()` gives to the plain layers of a block. The
+output and the gradient of the input are products of fp8 numbers (ops/fp8.py); the gradient of the weight is a product
+of 16-bit numbers, added in fp32, as without --fp8. A weight is quantised once a step, not in each microbatch: what is
+kept of it between them ends with the step, so that none is ever of an earlier one."""
 
 from __future__ import annotations
 
@@ -23,27 +21,19 @@ _SAMPLE = 64  # rows that are multiplied in 16 bits too, where the error is meas
 
 
 class Fp8Products(TorchProducts):
-    """The products of linear layers that share an input.
-
-    Args:
-        name: of the layers, blocks.3.mlp.gate+up.
-        recipe: how operands are quantised.
-
-    Attributes:
-        weights: of the layers.
-        in_sixteen_bits: whether the layers left fp8.
-        kept: what has been quantised of the weights, which do not change before it is dropped, by their place in
-            memory; None: nothing is kept.
-        measures: whether errors are added to `squares`.
-        squares: of the error and of the 16-bit product, fp64 [output and input gradient, 3], and how many operands of
-            these samples are not finite; None: nothing was measured yet.
-    """
+    """The products of linear layers that share an input. `name`: of the layers, blocks.3.mlp.gate+up."""
 
     def __init__(self, name: str, recipe: Recipe) -> None:
         self.name, self.recipe = name, recipe
-        self.weights: list[Tensor] = []
+        self.weights: list[Tensor] = []  # of the layers
+        # `measures`: whether errors are added to `squares`.
+        # `in_sixteen_bits`: whether the layers left fp8.
         self.in_sixteen_bits, self.measures = False, False
+        # What has been quantised of the weights, which do not change before it is dropped, by their place in memory;
+        # None: nothing is kept.
         self.kept: dict[tuple[Any, ...], Quantised] | None = None
+        # Of the error and of the 16-bit product, fp64 [output and input gradient, 3], and how many operands of these
+        # samples are not finite; None: nothing was measured yet.
         self.squares: Tensor | None = None
 
     linear = Products.linear
@@ -94,16 +84,9 @@ class Fp8Products(TorchProducts):
 
 
 def exchange(layer: nn.Module, name: str, recipe: str) -> None:
-    """Let the linear layers inside a block multiply in fp8; experts, routers and small replicated layers stay.
-
-    Args:
-        layer: the block, as it was built.
-        name: its global name.
-        recipe: the value of --fp8.
-
-    Raises:
-        ConfigError: a layer of a program of one's own has features that no tile divides.
-    """
+    """Let the linear layers inside a block multiply in fp8; experts, routers and small replicated layers stay. `layer`:
+    the block, as it was built. `name`: its global name. `recipe`: the value of --fp8. Raises ConfigError where a layer
+    of a program's own has features that no tile divides."""
     unit, unfit = RECIPES[recipe].weights[1] or _ALIGNED, list[str]()
     for path, parent in layer.named_modules():
         if isinstance(parent, ColumnParallelLinear | RowParallelLinear):

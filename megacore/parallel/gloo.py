@@ -35,12 +35,10 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def few_threads(size: int) -> Iterator[None]:
-    """Let a group of this many ranks that is made in the body share a thread with others, where that is faster.
-
-    gloo makes a thread for every group, which wakes up a hundred times a second whether or not anything arrives. Where
+    """Let a group of this many ranks that is made in the body share a thread with others, where that is faster. gloo
+    makes a thread for every group, which wakes up a hundred times a second whether or not anything arrives. Where
     hundreds of ranks share a core, that takes most of its time. A shared thread moves the bytes of its groups one after
-    the other, so that ranks with cores of their own keep one for each.
-    """
+    the other, so that ranks with cores of their own keep one for each."""
     crowd = launcher_number("LOCAL_WORLD_SIZE", 1, low=1)
     if crowd < _CROWD * available_cores() or size > _MOST_CONNECTED:
         yield

@@ -93,14 +93,7 @@ class Channel:
 
 
 def code_of(phase: Phase, *, channel: int = 0, stage: int | None = None, microbatch: int | None = None) -> int:
-    """A phase with its particulars in 64 bits.
-
-    Args:
-        phase: the phase.
-        channel: number of the channel, from 1; 0: none.
-        stage: of the pipeline.
-        microbatch: of the step.
-    """
+    """A phase with its particulars in 64 bits. `channel`: number of the channel, from 1; 0: none."""
     s, m = (0 if number is None else number + 1 for number in (stage, microbatch))
     return phase | channel << 8 | (s & 0xFFFF) << 16 | (m & 0x7FFFFFFF) << 32
 
@@ -162,25 +155,15 @@ class Listener(Protocol):
 
 
 class Current:
-    """What there is in this process.
+    """What there is in this process."""
 
-    Attributes:
-        heartbeat: None: nobody watches.
-        listener: hears of every operation too; None: nobody does.
-    """
-
-    heartbeat: ClassVar[Heartbeat | None] = None
-    listener: ClassVar[Listener | None] = None
+    heartbeat: ClassVar[Heartbeat | None] = None  # None: nobody watches
+    listener: ClassVar[Listener | None] = None  # hears of every operation too; None: nobody does
 
 
 def phase(kind: Phase, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[Any]:
-    """The context of a phase.
-
-    Args:
-        kind: not communication, and not a section.
-        stage: pipeline stage that is computed.
-        microbatch: of the step.
-    """
+    """The context of a phase. `kind`: not communication, and not a section. `stage`: pipeline stage that is
+    computed."""
     if Current.heartbeat is None:
         return UNMARKED
     return _of_phase(kind, stage, microbatch)
@@ -188,12 +171,8 @@ def phase(kind: Phase, *, stage: int | None = None, microbatch: int | None = Non
 
 def post(kind: Phase, ranks: tuple[int, ...], nbytes: int) -> AbstractContextManager[Any]:
     """Count an operation of this rank; the result is the context of the wait for it, which may be entered again.
-
-    Args:
-        kind: SEND, RECEIVE or a collective.
-        ranks: global ranks of the group in its order; for a message its sender and its receiver.
-        nbytes: size on this rank.
-    """
+    `kind`: SEND, RECEIVE or a collective. `ranks`: global ranks of the group in its order; for a message its sender and
+    its receiver."""
     wait = UNMARKED if Current.heartbeat is None else Current.heartbeat.post(kind, ranks, nbytes)
     return wait if Current.listener is None else Current.listener.around(kind, ranks, nbytes, wait)
 
@@ -204,21 +183,13 @@ def votes_on_operations() -> tuple[int, int]:
 
 
 def operations_differ(votes: Sequence[int], world_size: int) -> bool:
-    """Whether the ranks have posted different operations.
-
-    Args:
-        votes: `votes_on_operations` summed over all ranks; empty for one process.
-        world_size: number of ranks.
-    """
+    """Whether the ranks have posted different operations. `votes`: `votes_on_operations` summed over all ranks; empty
+    for one process."""
     return bool(votes) and votes[0] == world_size and votes[1] % AGREED != 0
 
 
 class section(ContextDecorator):  # noqa: N801
-    """The context, or the decorator, of a phase that contains others.
-
-    Args:
-        kind: one of SECTIONS, except a step.
-    """
+    """The context, or the decorator, of a phase that contains others. `kind`: one of SECTIONS, except a step."""
 
     def __init__(self, kind: Phase) -> None:
         assert kind in SECTIONS

@@ -1,7 +1,5 @@
 """Copies of parameters, gradients and activations between a device and host memory: the seam where `--trace` sees them.
-
-All of `--offload-params`, `--offload-optimizer` and `--offload-activations` go through here.
-"""
+All of `--offload-params`, `--offload-optimizer` and `--offload-activations` go through here."""
 
 from __future__ import annotations
 
@@ -16,13 +14,8 @@ Content = Literal["parameters", "gradients", "activations"]
 
 
 def to_host_(target: Tensor, source: Tensor, content: Content) -> None:
-    """Begin to copy to host memory, in the current stream.
-
-    Args:
-        target: in host memory, pinned unless the device is a CPU.
-        source: on the device.
-        content: what is copied.
-    """
+    """Begin to copy to host memory, in the current stream. `target`: in host memory, pinned unless the device is a
+    CPU."""
     _copy_(target, source, f"{content} to host")
 
 

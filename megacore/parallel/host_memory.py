@@ -25,22 +25,15 @@ class AvailableMemory:
 
 
 def host_memory(root: Path = Path("/")) -> AvailableMemory | None:
-    """The least of what the machine and each control group of this process have left; None where nothing tells.
-
-    Args:
-        root: the directory that contains /proc and /sys.
-    """
+    """The least of what the machine and each control group of this process have left; None where nothing tells. `root`:
+    the directory that contains /proc and /sys."""
     limits = [*_machine(root), *_of_groups(root)]
     return min(limits, key=lambda memory: memory.available, default=None)
 
 
 def host_capacity(root: Path = Path("/")) -> float | None:
     """Bytes of memory that this machine has, or that the control groups of this process allow, where that is less; None
-    where nothing tells.
-
-    Args:
-        root: the directory that contains /proc and /sys.
-    """
+    where nothing tells. `root`: the directory that contains /proc and /sys."""
     sizes = [_installed(root), *(_number(group / _LIMITS[version]) for group, version in _groups(root))]
     return min((size for size in sizes if size is not None), default=None)
 

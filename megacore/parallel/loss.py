@@ -48,13 +48,9 @@ _LONG = 1024  # tokens, from which on rounding up to `_ALIGNED` costs little
 
 
 def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE_BLOCK) -> VocabularyShare:
-    """Which columns of the logits this rank holds, and the exchange.
-
-    Args:
-        vocab_size: the true vocabulary size V; rank r of t holds columns [r V / t, (r + 1) V / t).
-        group: the tensor-parallel group.
-        blocks: that the ranks have statistics of, in place of one set for all their columns.
-    """
+    """Which columns of the logits this rank holds, and the exchange. `vocab_size`: the true vocabulary size V; rank r
+    of t holds columns [r V / t, (r + 1) V / t). `blocks`: that the ranks have statistics of, in place of one set for
+    all their columns."""
     if blocks.divide:
         return VocabularyShare(
             bounds=tuple(split_evenly(vocab_size, number, blocks.count) for number in range(blocks.count)),
@@ -71,30 +67,15 @@ def vocabulary_share(vocab_size: int, group: Group = ALONE, blocks: Blocks = ONE
 
 @torch.no_grad()
 def vocab_parallel_argmax(logits: Tensor, share: VocabularyShare) -> Tensor:
-    """The likeliest token at each position, the same on every rank.
-
-    Args:
-        logits: [..., local columns], this rank's share of the vocabulary followed by padding, any float dtype.
-        share: which columns these are.
-
-    Returns:
-        [...] int64, ids in [0, share.vocab_size).
-    """
+    """The likeliest token at each position, the same on every rank. `logits`: [..., local columns], this rank's share
+    of the vocabulary followed by padding, any float dtype. Returns [...] int64, ids in [0, share.vocab_size)."""
     values, columns = logits[..., : share.columns].float().max(dim=-1)
     return likeliest_of_ranks(values, columns + share.start, share)
 
 
 def likeliest_of_ranks(values: Tensor, ids: Tensor, share: VocabularyShare) -> Tensor:
-    """The likeliest token of the whole vocabulary, from that of each rank.
-
-    Args:
-        values: [...] the largest logit of this rank's columns.
-        ids: [...] whose it is.
-        share: which columns these are.
-
-    Returns:
-        [...] int64, the same on every rank.
-    """
+    """The likeliest token of the whole vocabulary, from that of each rank. `values`: [...] the largest logit of this
+    rank's columns. `ids`: [...] whose it is. Returns [...] int64, the same on every rank."""
     candidates = share.exchange(torch.stack([values.double(), ids.double()]))  # [t, 2, ...]
     best = candidates[:, 0].argmax(dim=0, keepdim=True)
     return candidates[:, 1].gather(0, best).squeeze(0).long()
@@ -104,41 +85,27 @@ def likeliest_of_ranks(values: Tensor, ids: Tensor, share: VocabularyShare) -> T
 
 
 class Scored(NamedTuple):
-    """What an output layer is to predict, and what the loss of that is multiplied by.
+    """What an output layer is to predict, and what the loss of that is multiplied by."""
 
-    Attributes:
-        targets: [b, s] int64, ids in [0, V) or `CrossEntropyOptions.ignore_index`.
-        mask: [b, s], the weight of each token's loss in the sum.
-        factor: the gradient of that sum which backward will begin with, fp32 of one element or more, the first of which
-            counts. Another one in backward is as exact, up to the range of 16-bit numbers.
-    """
-
-    targets: Tensor
-    mask: Tensor
+    targets: Tensor  # [b, s] int64, ids in [0, V) or `CrossEntropyOptions.ignore_index`
+    mask: Tensor  # [b, s], the weight of each token's loss in the sum
+    # The gradient of that sum which backward will begin with, fp32 of one element or more, the first of which counts.
+    # Another one in backward is as exact, up to the range of 16-bit numbers.
     factor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLoss:
-    """How an output layer's loss is computed.
+    """How an output layer's loss is computed."""
 
-    Attributes:
-        vocab_size: V, the true vocabulary size.
-        chunks: of the tokens. A chunk is rounded up to a multiple of 64 tokens, so that there may be fewer.
-        group: the tensor-parallel group.
-        sequence_parallel: the input is split along the sequence.
-        products: computes the matrix products.
-        blocks: of the vocabulary, each of which is computed by itself, so that no layout changes a bit.
-        soft_cap: of the logits; None: they have none.
-    """
-
-    vocab_size: int
-    chunks: int
-    group: Group
-    sequence_parallel: bool
-    products: Products
+    vocab_size: int  # V, the true vocabulary size
+    chunks: int  # of the tokens. A chunk is rounded up to a multiple of 64 tokens, so that there may be fewer.
+    group: Group  # the tensor-parallel group
+    sequence_parallel: bool  # the input is split along the sequence
+    products: Products  # computes the matrix products
+    # Of the vocabulary, each of which is computed by itself, so that no layout changes a bit.
     blocks: Blocks = ONE_BLOCK
-    soft_cap: float | None = None
+    soft_cap: float | None = None  # of the logits; None: they have none
 
     @property
     def in_parts(self) -> bool:
@@ -148,7 +115,8 @@ class ChunkedLoss:
     def summed(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, scored: Scored, options: CrossEntropyOptions
     ) -> Tensor:
-        """The loss summed over tokens, the same on every rank of the group.
+        """The loss summed over tokens, the same on every rank of the group. Returns scalar fp32; the masked sum of what
+        `ops.cross_entropy` gives for the logits, to fp32 rounding.
 
         Args:
             x: [b, s, h], or, sequence parallel, [b, s/t, h]; with blocks those of this rank's positions.
@@ -156,9 +124,6 @@ class ChunkedLoss:
             bias: [padded V/t], or None.
             scored: with blocks of whole sequences.
             options: label smoothing, z-loss, ignore index.
-
-        Returns:
-            Scalar fp32; the masked sum of what `ops.cross_entropy` gives for the logits, to fp32 rounding.
         """
         x = self._entered(x)
         learns = torch.is_grad_enabled()
@@ -202,16 +167,7 @@ class ChunkedLoss:
 
 
 class _Pass:
-    """One call: its operands, and the loss of one chunk of the tokens.
-
-    Attributes:
-        x: the input, [n, h].
-        ids: the targets, [n].
-        token_weights: the gradients of the tokens' losses, [n] fp32.
-        factor: of them, fp32 scalar, not 0.
-        parts: of a rank's rows of the weight: all of them, or with blocks those of each.
-        height: of a chunk, in tokens.
-    """
+    """One call: its operands, and the loss of one chunk of the tokens."""
 
     def __init__(
         self, layer: ChunkedLoss, x: Tensor, weight: Tensor, bias: Tensor | None, scored: Scored,
@@ -219,14 +175,17 @@ class _Pass:
     ) -> None:  # fmt: skip
         self.layer, self.options, self.weight, self.bias = layer, options, weight.detach(), bias
         self.share = vocabulary_share(layer.vocab_size, layer.group, layer.blocks)
+        # `ids`: the targets, [n].
+        # `x`: the input, [n, h].
         self.x, self.ids = x.detach().flatten(0, -2), scored.targets.contiguous().view(-1)
         factor = scored.factor.flatten()[0].float()
-        self.factor = torch.where(factor == 0.0, 1.0, factor)
+        self.factor = torch.where(factor == 0.0, 1.0, factor)  # of them, fp32 scalar, not 0
+        # The gradients of the tokens' losses, [n] fp32.
         self.token_weights = scored.mask.reshape(-1).float() * self.factor
-        self.parts = list(self._parts())
+        self.parts = list(self._parts())  # of a rank's rows of the weight: all of them, or with blocks those of each
         tokens = len(self.ids)
         height = -(-tokens // layer.chunks)
-        self.height = height if height < _LONG else -(-height // _ALIGNED) * _ALIGNED
+        self.height = height if height < _LONG else -(-height // _ALIGNED) * _ALIGNED  # of a chunk, in tokens
 
     def _parts(self) -> Iterator[_Part]:
         """All rows of the weight, padding included; or those of each block, without the padding, which differs between
@@ -301,15 +260,8 @@ def _better(best: tuple[Tensor, Tensor], largest: Any, first: int) -> tuple[Tens
 
 
 class _Gradients:
-    """The gradients of an output layer, to which every chunk adds.
-
-    Args:
-        run: whose they are.
-        wanted: whether that of the input is, of the weight, of the bias.
-
-    Attributes:
-        known: those of input, weight and bias; None: not wanted. With several chunks the last two are sums in fp32.
-    """
+    """The gradients of an output layer, to which every chunk adds. `wanted`: whether that of the input is, of the
+    weight, of the bias."""
 
     def __init__(self, run: _Pass, wanted: Sequence[bool]) -> None:
         self.run = run
@@ -318,6 +270,7 @@ class _Gradients:
         self._multiplied = own if adds_in_fp32(device, own) else summed  # the dtype of the weight gradient's factors
         make = torch.zeros_like if run.layer.blocks.divide else torch.empty_like  # blocks leave the padding out
         likes = (run.x, run.x.dtype), (run.weight, summed), (run.bias, summed)
+        # Those of input, weight and bias; None: not wanted. With several chunks the last two are sums in fp32.
         self.known = [
             make(like, dtype=dtype) if needs and like is not None else None
             for (like, dtype), needs in zip(likes, wanted, strict=True)

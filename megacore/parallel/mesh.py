@@ -45,25 +45,15 @@ from megacore.parallel.processors import take_long_turns
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that communicate with each other, and this rank's position among them.
+    """Ranks that communicate with each other, and this rank's position among them."""
 
-    Attributes:
-        ranks: global ranks of the members, in group order.
-        rank: this rank's position in `ranks`.
-        handle: the torch process group; None when the group has one member.
-        name: torch's name of it, by which compiled code refers to it.
-        size: number of members.
-        is_first: whether this rank is the first member.
-        is_last: whether this rank is the last member.
-    """
-
-    ranks: tuple[int, ...] = (0,)
-    rank: int = 0
-    handle: dist.ProcessGroup | None = None
-    name: str = ""
-    size: int = field(init=False, repr=False, compare=False)
-    is_first: bool = field(init=False, repr=False, compare=False)
-    is_last: bool = field(init=False, repr=False, compare=False)
+    ranks: tuple[int, ...] = (0,)  # global ranks of the members, in group order
+    rank: int = 0  # this rank's position in `ranks`
+    handle: dist.ProcessGroup | None = None  # the torch process group; None when the group has one member
+    name: str = ""  # torch's name of it, by which compiled code refers to it
+    size: int = field(init=False, repr=False, compare=False)  # number of members
+    is_first: bool = field(init=False, repr=False, compare=False)  # whether this rank is the first member
+    is_last: bool = field(init=False, repr=False, compare=False)  # whether this rank is the last member
 
     def __post_init__(self) -> None:
         size = len(self.ranks)
@@ -73,15 +63,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """The ranks of a pipeline that hold copies of one tied parameter; they have no separate communicator.
+    """The ranks of a pipeline that hold copies of one tied parameter; they have no separate communicator."""
 
-    Attributes:
-        pipeline: the pipeline group.
-        positions: of the holders in the pipeline group, ascending; this rank's is among them.
-    """
-
-    pipeline: Group
-    positions: tuple[int, ...]
+    pipeline: Group  # the pipeline group
+    positions: tuple[int, ...]  # of the holders in the pipeline group, ascending; this rank's is among them
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -99,43 +84,26 @@ ReplicaRole = str
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """This rank's device, coordinates and groups by role.
+    """This rank's device, coordinates and groups by role."""
 
-    Attributes:
-        device: where this rank's tensors live.
-        dimensions: the table, outermost first.
-        degrees: the number of ranks along each dimension, by name, outermost first.
-        world: all ranks.
-        layer: ranks that split the same matrices.
-        sequence: ranks that take different positions of the same sequences.
-        pipeline: ranks that hold consecutive stages of the model.
-        batch: ranks that take different samples.
-        loss: ranks whose partial losses and token counts add up to those of the global batch.
-        replicas: ranks that hold the same parameters and sum their gradients; ZeRO divides state over them.
-        shards: those of `replicas` that shard state among themselves; all, unless --zero-shard-size says otherwise.
-        across: ranks of `replicas` that hold copies of the same shards.
-        copies: ranks that repeat each other's work on the same samples; the first of them counts and saves.
-        expert_replicas: `replicas` of the parameters of experts.
-        dispatch: ranks that hold different experts, and send each other the tokens that use them.
-        expert_layer: ranks that split the same experts.
-    """
-
-    device: torch.device
-    dimensions: Sequence[Dimension] = DIMENSIONS
+    device: torch.device  # where this rank's tensors live
+    dimensions: Sequence[Dimension] = DIMENSIONS  # the table, outermost first
+    # The number of ranks along each dimension, by name, outermost first.
     degrees: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys((d.name for d in DIMENSIONS), 1))
     world: Group = ALONE
-    layer: Group = ALONE
-    sequence: Group = ALONE
-    pipeline: Group = ALONE
-    batch: Group = ALONE
-    loss: Group = ALONE
-    replicas: Group = ALONE
+    layer: Group = ALONE  # ranks that split the same matrices
+    sequence: Group = ALONE  # ranks that take different positions of the same sequences
+    pipeline: Group = ALONE  # ranks that hold consecutive stages of the model
+    batch: Group = ALONE  # ranks that take different samples
+    loss: Group = ALONE  # ranks whose partial losses and token counts add up to those of the global batch
+    replicas: Group = ALONE  # ranks that hold the same parameters and sum their gradients; ZeRO divides state over them
+    # Those of `replicas` that shard state among themselves; all, unless --zero-shard-size says otherwise.
     shards: Group = ALONE
-    across: Group = ALONE
-    copies: Group = ALONE
-    expert_replicas: Group = ALONE
-    dispatch: Group = ALONE
-    expert_layer: Group = ALONE
+    across: Group = ALONE  # ranks of `replicas` that hold copies of the same shards
+    copies: Group = ALONE  # ranks that repeat each other's work on the same samples; the first of them counts and saves
+    expert_replicas: Group = ALONE  # `replicas` of the parameters of experts
+    dispatch: Group = ALONE  # ranks that hold different experts, and send each other the tokens that use them
+    expert_layer: Group = ALONE  # ranks that split the same experts
 
     @property
     def backend(self) -> str:
@@ -186,13 +154,9 @@ def select_device(wanted: str) -> torch.device:
     """The device of this rank: the CPU, or the accelerator of its LOCAL_RANK.
 
     A launcher may let each process see one device only (srun --gpus-per-task 1): then it is that one, whatever the
-    LOCAL_RANK. `join_job` refuses ranks that turn out to share it.
-
-    Args:
-        wanted: `auto` (CUDA where there is one, else the CPU), `cpu`, or torch's name of an accelerator.
-
-    Raises:
-        ConfigError: an accelerator is asked for that this machine lacks, or more ranks run here than it has devices.
+    LOCAL_RANK. `join_job` refuses ranks that turn out to share it. `wanted`: `auto` (CUDA where there is one, else the
+    CPU), `cpu`, or torch's name of an accelerator. Raises ConfigError where an accelerator is asked for that this
+    machine lacks, or more ranks run here than it has devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if wanted == "auto":
@@ -223,10 +187,8 @@ def multiplies_in_tf32() -> bool:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies matrices faster in bf16 than in fp32, so that `--precision auto` chooses bf16.
-
-    A CPU may have such instructions too, but most do not; NVIDIA's devices have them from compute capability 8.0.
-    """
+    """Whether the device multiplies matrices faster in bf16 than in fp32, so that `--precision auto` chooses bf16. A
+    CPU may have such instructions too, but most do not; NVIDIA's devices have them from compute capability 8.0."""
     if device.type == "cpu":
         return False
     if device.type == "cuda" and torch.version.hip is None:
@@ -242,27 +204,16 @@ def compute_deterministically() -> None:
 
 
 def compute_reproducibly() -> None:
-    """As `compute_deterministically`, on any layout.
-
-    How many threads share an operator's work may show in what it rounds, so there is one, as the ranks of a parallel
-    layout have anyway.
-    """
+    """As `compute_deterministically`, on any layout. How many threads share an operator's work may show in what it
+    rounds, so there is one, as the ranks of a parallel layout have anyway."""
     compute_deterministically()
     torch.set_num_threads(1)
 
 
 def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
-    """Join the job, unless this process has; a world of one process joins nothing.
-
-    Args:
-        config: only its device and timeout are read.
-
-    Returns:
-        This rank's device, and the group of all ranks.
-
-    Raises:
-        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
-    """
+    """Join the job, unless this process has; a world of one process joins nothing. `config`: only its device and
+    timeout are read. Returns this rank's device, and the group of all ranks. Raises ConfigError where the device that
+    is asked for is not here, another rank has it too, or one of another kind."""
     if world_size() == 1 or dist.is_initialized():
         device = select_device(config.device)
     else:
@@ -288,16 +239,9 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
 
 
 def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
-    """Join the job and make the groups of this rank.
-
-    Args:
-        config: the degrees. One that is None follows from the number of processes.
-        dimensions: the table, outermost first.
-
-    Raises:
-        ConfigError: the product of the degrees is not the number of processes; or this rank's device does not exist, is
-            also that of another rank, or is of another kind than the other ranks' devices.
-    """
+    """Join the job and make the groups of this rank. `config`: the degrees. One that is None follows from the number of
+    processes. Raises ConfigError where the product of the degrees is not the number of processes; or this rank's device
+    does not exist, is also that of another rank, or is of another kind than the other ranks' devices."""
     degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
         equation = " x ".join(f"{name} {degree}" for name, degree in named_degrees(degrees).items())
@@ -319,14 +263,8 @@ def fake_mesh(
     device: torch.device | None = None,
 ) -> Mesh:
     """The mesh of one rank of a job of which no other rank exists, for a step on fake tensors: what it receives has the
-    right shape and no values. The process belongs to that job until `leave_fake_mesh`.
-
-    Args:
-        config: the degrees; one that is None is 1.
-        dimensions: the table, outermost first.
-        rank: which rank of the job.
-        device: of its tensors; None: the CPU.
-    """
+    right shape and no values. The process belongs to that job until `leave_fake_mesh`. `config`: the degrees; one that
+    is None is 1. `rank`: which rank of the job. `device`: of its tensors; None: the CPU."""
     degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
     device, ranks = device or torch.device("cpu"), math.prod(degrees.values())
     if ranks == 1:
@@ -376,13 +314,8 @@ def _mesh_of(
 def groups_of_role(
     role: str, dimensions: Sequence[Dimension], degrees: Mapping[str, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The global ranks of all groups of a role; a group over several dimensions is flattened, outermost first.
-
-    Args:
-        role: an attribute of `Mesh`.
-        dimensions: the table, outermost first.
-        degrees: ranks along each of them, by name.
-    """
+    """The global ranks of all groups of a role; a group over several dimensions is flattened, outermost first. `role`:
+    an attribute of `Mesh`. `degrees`: ranks along each of them, by name."""
     sizes = [degrees[dimension.name] for dimension in dimensions]
     axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in ROLES[role]]
     ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
@@ -392,14 +325,8 @@ def groups_of_role(
 def groups_of_experts(
     role: str, dimensions: Sequence[Dimension], degrees: Mapping[str, int], split: tuple[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The global ranks of all groups of a role of experts.
-
-    Args:
-        role: one of `EXPERT_ROLES`.
-        dimensions: the table, outermost first.
-        degrees: ranks along each of them, by name.
-        split: ep and etp, whose product divides the ranks of a stage.
-    """
+    """The global ranks of all groups of a role of experts. `role`: one of `EXPERT_ROLES`. `degrees`: ranks along each
+    of them, by name. `split`: ep and etp, whose product divides the ranks of a stage."""
     sizes = [degrees[dimension.name] for dimension in dimensions]
     axes = [a for a, d in enumerate(dimensions) if d.divides in ("samples", "tokens", "matrices")]
     block = math.prod(sizes[axis] for axis in axes)
@@ -445,17 +372,8 @@ def identity_of(device: torch.device) -> str | None:
 
 def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Callable[[], torch.device]) -> torch.device:
     """This rank's device, once every rank has one. This comes before the backends connect: two kinds of backend never
-    do, and NCCL reports one device twice as an internal error.
-
-    Args:
-        store: of the job.
-        rank: of this process.
-        world_size: number of processes, which all call this.
-        select: finds this rank's device.
-
-    Raises:
-        ConfigError: a rank has no device, another kind of device, or that of another rank; on every rank.
-    """
+    do, and NCCL reports one device twice as an internal error. `world_size`: number of processes, which all call this.
+    Raises ConfigError where a rank has no device, another kind of device, or that of another rank; on every rank."""
     device, problem = None, None
     try:
         device = select()
@@ -537,17 +455,9 @@ def serves_store() -> bool:
 
 
 def first_status_of_job(status: int) -> tuple[int, bool]:
-    """The exit status that the first rank of the job to call this gave, and whether that was this call.
-
-    The ranks ask the launcher's store, each on a separate connection: that of the process group may be waiting for a
-    dead rank.
-
-    Args:
-        status: with which this rank wants to end.
-
-    Raises:
-        OSError, RuntimeError: there is no store to ask.
-    """
+    """The exit status that the first rank of the job to call this gave, and whether that was this call. The ranks ask
+    the launcher's store, each on a separate connection: that of the process group may be waiting for a dead rank.
+    `status`: with which this rank wants to end. Raises OSError, RuntimeError where there is no store to ask."""
     if world_size() == 1:
         return status, True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

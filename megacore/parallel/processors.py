@@ -34,14 +34,9 @@ def computes_on_cpu(device: str) -> bool:
 
 
 def share_of_cores(cores: frozenset[int], node: Sequence[frozenset[int]]) -> int:
-    """A rank's share of its node's cores, at least 1: a core that n ranks may use counts 1/n for each of them.
-
-    So a rank has all cores that only it may use, and ranks that may use the same cores divide them.
-
-    Args:
-        cores: that the rank may use.
-        node: the same for every rank of its node, this one among them.
-    """
+    """A rank's share of its node's cores, at least 1: a core that n ranks may use counts 1/n for each of them. So a
+    rank has all cores that only it may use, and ranks that may use the same cores divide them. `cores`: that the rank
+    may use. `node`: the same for every rank of its node, this one among them."""
     return max(1, int(sum(Fraction(1, sum(core in others for others in node)) for core in cores)))
 
 

@@ -29,12 +29,10 @@ Parameters = Sequence[Tensor | None]  # weight, bias, weight, bias, ...; a bias 
 
 
 class Products:
-    """How linear layers multiply; a subclass overrides one product or all three.
-
-    The layers call `linear` where autograd may do the bookkeeping, and the three products themselves where they put
-    communication between them. `linear` calls the same three, each in a separate node, so that a schedule that splits
-    backward computes none of them twice.
-    """
+    """How linear layers multiply; a subclass overrides one product or all three. The layers call `linear` where
+    autograd may do the bookkeeping, and the three products themselves where they put communication between them.
+    `linear` calls the same three, each in a separate node, so that a schedule that splits backward computes none of
+    them twice."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: [..., i] -> [..., o]; autograd does not see it."""
@@ -206,10 +204,8 @@ class _Output(Node):
 
 class _WeightGradient(Node):
     """Forward gives zeros of the output's shape, one number in memory; backward the gradients of weight and bias.
-
     Autograd asks a node for all gradients that it can give. A schedule that wants those of weights later therefore
-    needs them in another node than the input's.
-    """
+    needs them in another node than the input's."""
 
     @staticmethod
     def forward(
@@ -282,27 +278,18 @@ def linears(products: Products, x: Tensor, parameters: Parameters) -> tuple[Tens
 
 
 class LinearLayers:
-    """Linear layers that share an input x, and their products outside autograd.
-
-    Args:
-        products: computes them.
-        parameters: weight, bias, weight, bias, ...
-        whole: the weights as one matrix (see `joined`); there are no biases, and the layers are computed as one whose
-            output holds theirs side by side. None: they are computed one by one.
-        input_is_saved: x comes from `input_saved`.
-
-    Attributes:
-        sums: where the gradient of each weight is added; None for those that autograd gets.
-        parameters: as given.
-        frozen: whether none of them learns: there is no gradient of any.
-    """
+    """Linear layers that share an input x, and their products outside autograd. `whole`: the weights as one matrix (see
+    `joined`); there are no biases, and the layers are computed as one whose output holds theirs side by side. None:
+    they are computed one by one. `input_is_saved`: x comes from `input_saved`."""
 
     def __init__(
         self, products: Products, parameters: Parameters, *, whole: Tensor | None = None, input_is_saved: bool = False
     ) -> None:
         self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
+        # Where the gradient of each weight is added; None for those that autograd gets.
         self.sums = list(map(gradient_sum, parameters[::2]))
         self.parameters = parameters
+        # Whether none of them learns: there is no gradient of any.
         self.frozen = not any(one.requires_grad for one in parameters if one is not None)
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:

@@ -36,17 +36,10 @@ def stable_hash(*parts: str | int) -> int:
 
 
 def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None = None) -> Tensor:
-    """This rank's slice of a normally distributed global tensor, bit-identical for every way of slicing it.
-
-    Args:
-        spec: a tensor's name, shape and slice; one or more dimensions.
-        seed: the run's seed.
-        std: standard deviation; the mean is 0.
-        out: fp32 of the slice's shape, on any device: is filled block by block; None: a new tensor on the CPU.
-
-    Returns:
-        `out`, or the new tensor.
-    """
+    """This rank's slice of a normally distributed global tensor, bit-identical for every way of slicing it. `spec`: a
+    tensor's name, shape and slice; one or more dimensions. `std`: standard deviation; the mean is 0. `out`: fp32 of the
+    slice's shape, on any device: is filled block by block; None: a new tensor on the CPU. Returns `out`, or the new
+    tensor."""
 
     def draw(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return generator.standard_normal(shape, dtype=np.float32) * np.float32(std)
@@ -85,15 +78,9 @@ def _drawn(
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let operators that take no generator draw from a separate stream.
-
-    Torch's default generators, of the CPU and of the device, start from `seed` inside; afterwards they are as they were
-    before.
-
-    Args:
-        seed: 64 bits.
-        device: whose generator is seeded besides the CPU's.
-    """
+    """Let operators that take no generator draw from a separate stream. Torch's default generators, of the CPU and of
+    the device, start from `seed` inside; afterwards they are as they were before. `seed`: 64 bits. `device`: whose
+    generator is seeded besides the CPU's."""
     owners: list[Any] = [torch.random]
     if device is not None and device.type != "cpu":
         owners.append(torch.get_device_module(device))
@@ -109,19 +96,16 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 class RandomStreams:
-    """The source of dropout masks of one model replica.
-
-    Attributes:
-        microbatch: global index of the microbatch that is being computed. Who computes one sets it first: the runtime
-            before a forward, recomputation before the second one.
-        decided: what layers have decided in the first pass of what is computed again, by layer, and must not decide
-            anew in the second; None: nothing is computed again.
-    """
+    """The source of dropout masks of one model replica."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device=device)
+        # Global index of the microbatch that is being computed. Who computes one sets it first: the runtime before a
+        # forward, recomputation before the second one.
         self.microbatch = 0
+        # What layers have decided in the first pass of what is computed again, by layer, and must not decide anew in
+        # the second; None: nothing is computed again.
         self.decided: dict[nn.Module, Any] | None = None
 
     def key(self, site: str, shard: int) -> int:
@@ -138,17 +122,8 @@ class RandomStreams:
         return self._generator
 
     def uniform(self, site: str, positions: Tensor, *, samples: int, width: int) -> Tensor:
-        """Random numbers in [0, 1) of each position, the same bits whichever ranks hold which of them.
-
-        Args:
-            site: what they are for.
-            positions: [s] int64, in the sequence.
-            samples: b, of the microbatch.
-            width: how many there are of each position.
-
-        Returns:
-            [b, s, width] fp32
-        """
+        """Random numbers in [0, 1) of each position, the same bits whichever ranks hold which of them. `positions`: [s]
+        int64, in the sequence. `width`: how many there are of each position. Returns [b, s, width] fp32."""
         columns = torch.arange(-(-width // 4), device=positions.device)
         numbers = torch.arange(samples, device=positions.device) + self.microbatch * samples  # in the run
         sample, position, column = numbers[:, None, None], positions[:, None], columns
@@ -169,15 +144,9 @@ def _(seed: Tensor, shape: Sequence[int], share: float, device: torch.device) ->
 
 
 class Dropout(nn.Module):
-    """Inverted dropout (Srivastava et al. 2014) whose mask depends on names and indices only.
-
-    Args:
-        probability: share of elements set to zero, in [0, 1).
-        streams: where masks come from.
-        site: global name of the position in the model.
-        shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
-            must then draw the same mask.
-    """
+    """Inverted dropout (Srivastava et al. 2014) whose mask depends on names and indices only. `probability`: share of
+    elements set to zero, in [0, 1). `site`: global name of the position in the model. `shard`: which slice of the
+    activations this rank holds; 0 where all tensor-parallel ranks hold the same, which must then draw the same mask."""
 
     def __init__(self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0) -> None:
         super().__init__()

@@ -23,13 +23,8 @@ T = TypeVar("T")
 
 
 def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStreams) -> T:
-    """function(*inputs), without keeping what it computes on the way.
-
-    Args:
-        function: deterministic but for masks drawn from `streams`.
-        inputs: kept for backward.
-        streams: the source of the function's dropout masks.
-    """
+    """function(*inputs), without keeping what it computes on the way. `function`: deterministic but for masks drawn
+    from `streams`. `streams`: the source of the function's dropout masks."""
     if torch.compiler.is_compiling():  # compiled code takes the seeds of its masks as tensors
         compiled: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
         return compiled
@@ -48,15 +43,10 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
 
 
 def computed_again(value: Tensor, again: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Operators inside the context do not keep `value` for backward, which calls `again` instead.
-
-    Meant for the output of a cheap operator whose input is kept anyway, such as a norm before a linear layer. Compiled
-    code ignores it, and decides by itself what it keeps.
-
-    Args:
-        value: its memory is freed when nothing else holds it.
-        again: computes the same bits from tensors that are kept anyway.
-    """
+    """Operators inside the context do not keep `value` for backward, which calls `again` instead. Meant for the output
+    of a cheap operator whose input is kept anyway, such as a norm before a linear layer. Compiled code ignores it, and
+    decides by itself what it keeps. `value`: its memory is freed when nothing else holds it. `again`: computes the same
+    bits from tensors that are kept anyway."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return _not_kept(value, again)
@@ -85,11 +75,8 @@ def _not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
 
 class Recomputed(nn.Module):
-    """A layer that keeps only its input until backward.
-
-    What the layer writes into its buffers, such as BatchNorm's running averages, it writes once: the second pass works
-    on copies.
-    """
+    """A layer that keeps only its input until backward. What the layer writes into its buffers, such as BatchNorm's
+    running averages, it writes once: the second pass works on copies."""
 
     def __init__(self, layer: nn.Module, streams: RandomStreams) -> None:
         super().__init__()

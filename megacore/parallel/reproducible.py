@@ -1,7 +1,5 @@
-"""The parallel layers of --reproducible, which `parallelize()` puts in the place of the plain ones.
-
-Each computes in canonical blocks (canonical.py), so that no layout changes a bit. The plain layers know nothing of it.
-"""
+"""The parallel layers of --reproducible, which `parallelize()` puts in the place of the plain ones. Each computes in
+canonical blocks (canonical.py), so that no layout changes a bit. The plain layers know nothing of it."""
 
 from __future__ import annotations
 
@@ -74,13 +72,8 @@ OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def exchange(layer: nn.Module, blocks: Blocks, kinds: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Let modules inside a layer of a model compute in blocks. Their parameters stay theirs.
-
-    Args:
-        layer: as it was built.
-        blocks: of the model.
-        kinds: by a plain class, the one that computes in blocks. It differs in methods only.
-    """
+    """Let modules inside a layer of a model compute in blocks. Their parameters stay theirs. `kinds`: by a plain class,
+    the one that computes in blocks. It differs in methods only."""
     for module in layer.modules():
         plain = next((kind for kind in type(module).__mro__ if kind in kinds), None)
         if plain is None:

@@ -32,14 +32,9 @@ _LEAST_BYTES = 4096
 
 
 class Kept(nn.Module):
-    """A block, part of whose activations are kept elsewhere.
-
-    Args:
-        layer: the block.
-        offload: takes them to host memory; None: they stay on the device.
-        group: divides the input, which is the same on all of its ranks; of one rank: nothing is divided.
-        is_first: whether the block is the first of its stage.
-    """
+    """A block, part of whose activations are kept elsewhere. `offload`: takes them to host memory; None: they stay on
+    the device. `group`: divides the input, which is the same on all of its ranks; of one rank: nothing is divided.
+    `is_first`: whether the block is the first of its stage."""
 
     def __init__(self, layer: nn.Module, offload: Offload | None, *, group: Group = ALONE, is_first: bool) -> None:
         super().__init__()
@@ -91,15 +86,10 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Put(NamedTuple):
-    """A kept tensor, or where it is kept.
+    """A kept tensor, or where it is kept."""
 
-    Attributes:
-        kept: the tensor, or a part of it.
-        whole: shape of the tensor of which this rank keeps a part; None: it keeps all of it.
-    """
-
-    kept: Tensor | _View
-    whole: torch.Size | None
+    kept: Tensor | _View  # the tensor, or a part of it
+    whole: torch.Size | None  # shape of the tensor of which this rank keeps a part; None: it keeps all of it
 
 
 class _View(NamedTuple):
@@ -116,18 +106,12 @@ class _View(NamedTuple):
 
 
 class _Memory:
-    """What several kept tensors may share.
-
-    Attributes:
-        device: the numbers on the device, flat, while they are there.
-        host: those in host memory, once they are sent.
-        is_wanted: whether they are fetched with their block: until every view has had them once.
-    """
+    """What several kept tensors may share."""
 
     def __init__(self, block: _Block, device: Tensor) -> None:
-        self.device: Tensor | None = device
-        self.host: Tensor | None = None
-        self.is_wanted = True
+        self.device: Tensor | None = device  # the numbers on the device, flat, while they are there
+        self.host: Tensor | None = None  # those in host memory, once they are sent
+        self.is_wanted = True  # whether they are fetched with their block: until every view has had them once
         self._block, self._size, self._dtype, self._views, self._taken = block, device.numel(), device.dtype, 0, 0
 
     def add_view(self) -> None:
@@ -237,12 +221,7 @@ class _Block:
 
 
 class Offload:
-    """Takes the activations of a rank's blocks to host memory.
-
-    Args:
-        device: that computes; no CPU.
-        streams: know the microbatch.
-    """
+    """Takes the activations of a rank's blocks to host memory."""
 
     def __init__(self, device: torch.device, streams: RandomStreams) -> None:
         assert device.type != "cpu", "activations are in host memory anyway"
@@ -251,11 +230,8 @@ class Offload:
         self._last: tuple[int, _Block] | None = None  # with its microbatch
 
     def begin(self, *, first: bool) -> _Block:
-        """A block begins its forward: the memory of the one before the last is freed.
-
-        Args:
-            first: whether it is the first of its stage.
-        """
+        """A block begins its forward: the memory of the one before the last is freed. `first`: whether it is the first
+        of its stage."""
         for block in self._here[:-1]:
             block.leave()
         follows = self._last is not None and not first and self._last[0] == self._streams.microbatch

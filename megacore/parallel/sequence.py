@@ -121,12 +121,8 @@ class SampleGathers:
 
 
 class SampleScatters:
-    """A reduce-scatter for each sample, which runs while the next sample is computed.
-
-    Args:
-        x: [b, s, h], whose samples are written one after the other.
-        group: of two ranks or more.
-    """
+    """A reduce-scatter for each sample, which runs while the next sample is computed. `x`: [b, s, h], whose samples are
+    written one after the other. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
@@ -146,10 +142,8 @@ class SampleScatters:
 
 
 def start_gather(x: Tensor, group: Group) -> Gathering:
-    """Begin to gather [b, s/t, h] of every rank to [b, s, h].
-
-    A gather of all samples at once takes copies, one for each sample takes messages: copies are cheaper on a CPU.
-    """
+    """Begin to gather [b, s/t, h] of every rank to [b, s, h]. A gather of all samples at once takes copies, one for
+    each sample takes messages: copies are cheaper on a CPU."""
     return SampleGathers(x, group) if on_accelerator(x) else _WholeGather(x, group)
 
 

@@ -1,9 +1,7 @@
-"""ShardSpec: the global tensor of a parameter, and the slice of it on this rank.
-
-Every parameter of a model is a `ShardedParameter` whose `ShardSpec` states the global tensor's name and true shape, the
-slice of it on this rank, [start, stop) in each dimension, and which ranks hold copies of that slice. Initialisation,
-checkpoints, norm counting and the parity tests all read it, so that none of them needs to know how a layer is split.
-"""
+"""ShardSpec: the global tensor of a parameter, and the slice of it on this rank. Every parameter of a model is a
+`ShardedParameter` whose `ShardSpec` states the global tensor's name and true shape, the slice of it on this rank,
+[start, stop) in each dimension, and which ranks hold copies of that slice. Initialisation, checkpoints, norm counting
+and the parity tests all read it, so that none of them needs to know how a layer is split."""
 
 from __future__ import annotations
 
@@ -23,25 +21,17 @@ Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
     """The part of a global tensor that one rank holds. The local tensor may be larger: padding follows the slice at the
-    end of any dimension.
+    end of any dimension."""
 
-    Attributes:
-        name: global name, the same on every layout (`blocks.17.attention.qkv.weight`); empty until the stage is
-            assembled.
-        shape: true shape of the global tensor, without padding.
-        slices: [start, stop) of every dimension in global indices; by default the complete tensor.
-        is_replicated: every rank of the layer group holds this slice. One of them counts and saves it; with sequence
-            parallelism each of them sees other positions, and their gradients are summed.
-        replica_role: role of the group that holds copies of the slice and sums their gradients.
-        is_tied_copy: the parameter is tied to one on another stage, where it is counted and saved.
-    """
-
+    # Global name, the same on every layout (`blocks.17.attention.qkv.weight`); empty until the stage is assembled.
     name: str = ""
-    shape: tuple[int, ...]
-    slices: Slices = ()
+    shape: tuple[int, ...]  # true shape of the global tensor, without padding
+    slices: Slices = ()  # [start, stop) of every dimension in global indices; by default the complete tensor
+    # Every rank of the layer group holds this slice. One of them counts and saves it; with sequence parallelism each of
+    # them sees other positions, and their gradients are summed.
     is_replicated: bool = True
-    replica_role: ReplicaRole = "replicas"
-    is_tied_copy: bool = False
+    replica_role: ReplicaRole = "replicas"  # role of the group that holds copies of the slice and sums their gradients
+    is_tied_copy: bool = False  # the parameter is tied to one on another stage, where it is counted and saved
 
     def __post_init__(self) -> None:
         slices = self.slices or tuple((0, size) for size in self.shape)
@@ -50,12 +40,8 @@ class ShardSpec:
 
     @classmethod
     def split(cls, shape: tuple[int, ...], ranges: Mapping[int, tuple[int, int]]) -> ShardSpec:
-        """A tensor that the ranks of the layer group split.
-
-        Args:
-            shape: of the global tensor.
-            ranges: dimension -> [start, stop) of this rank; other dimensions are not split.
-        """
+        """A tensor that the ranks of the layer group split. `shape`: of the global tensor. `ranges`: dimension ->
+        [start, stop) of this rank; other dimensions are not split."""
         slices = tuple(ranges.get(dimension, (0, size)) for dimension, size in enumerate(shape))
         return cls(shape=shape, slices=slices, is_replicated=False)
 
@@ -73,10 +59,8 @@ class ShardSpec:
         return local[tuple(slice(size) for size in self.local_shape)]
 
     def is_counted_by(self, mesh: Mesh) -> bool:
-        """Whether this rank, with the replicas of its slice, counts the slice in sums over the model and saves it.
-
-        Of the ranks of a mesh that hold an element, the counting ones are exactly one replica group.
-        """
+        """Whether this rank, with the replicas of its slice, counts the slice in sums over the model and saves it. Of
+        the ranks of a mesh that hold an element, the counting ones are exactly one replica group."""
         first = not self.is_replicated or mesh.layer.is_first
         return first and mesh.copies.is_first and not self.is_tied_copy
 
@@ -97,22 +81,16 @@ TakeTerm = Callable[["ShardedParameter", Tensor], None]
 
 
 class _Sliced:
-    """A parameter with its `spec`: the global tensor, and the slice of it on this rank.
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
 
-    Attributes:
-        spec: the global tensor, and this rank's slice of it.
-        gradient_sum: where linear layers add the gradient; None: they give it to autograd.
-        takes_rows: the gradient is of a few rows, those that `products.looked_up` has read, and is added to the sum
-            wherever there is one; products add theirs only where the device adds them in fp32.
-        take_term: takes gradients that autograd must not add up itself; None: it may.
-        beside_next: keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one
-            product can read both.
-    """
-
-    spec: ShardSpec
-    gradient_sum: GradientSum | None = None
+    spec: ShardSpec  # the global tensor, and this rank's slice of it
+    gradient_sum: GradientSum | None = None  # where linear layers add the gradient; None: they give it to autograd
+    # The gradient is of a few rows, those that `products.looked_up` has read, and is added to the sum wherever there is
+    # one; products add theirs only where the device adds them in fp32.
     takes_rows: bool = False
-    take_term: TakeTerm | None = None
+    take_term: TakeTerm | None = None  # takes gradients that autograd must not add up itself; None: it may
+    # Keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one product can read
+    # both.
     beside_next: bool = False
 
     def named(self, name: str) -> None:
@@ -161,11 +139,9 @@ def _sliced(kind: type) -> Any:
 
 
 class ShardedModule(nn.Module):
-    """A module that holds `ShardedParameter`s, which stay so when it moves.
-
-    Where a tensor cannot replace the data of its parameter (`to_empty` of a module on the meta device, `to` another
-    device), torch makes a plain parameter of it.
-    """
+    """A module that holds `ShardedParameter`s, which stay so when it moves. Where a tensor cannot replace the data
+    of its parameter (`to_empty` of a module on the meta device, `to` another device), torch makes a plain parameter
+    of it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._parameters)
@@ -213,11 +189,8 @@ def split_evenly(size: int, rank: int, parts: int) -> tuple[int, int]:
 
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
-    """The module's parameters, each once, in the order in which the layers use them.
-
-    Raises:
-        TypeError: a parameter was made without a ShardSpec.
-    """
+    """The module's parameters, each once, in the order in which the layers use them. Raises TypeError where a parameter
+    was made without a ShardSpec."""
     parameters = []
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, ShardedParameter):

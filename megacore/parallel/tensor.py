@@ -53,19 +53,16 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpe
 
 
 class ColumnParallelLinear(ShardedModule):
-    """y = x W^T + b with the output features split over the group.
+    """y = x W^T + b with the output features split over the group. Raises ValueError where the group's size does not
+    divide `out_features`.
 
     Args:
         in_features: input features, whole on every rank.
         out_features: output features of the whole layer; the group's size must divide it.
-        group: the tensor-parallel group.
         bias: whether there is a bias (split like the output).
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
-
-    Raises:
-        ValueError: the group's size does not divide `out_features`.
     """
 
     def __init__(
@@ -115,20 +112,17 @@ class ColumnParallelLinear(ShardedModule):
 
 class RowParallelLinear(ShardedModule):
     """y = x W^T + b with the input features split over the group; the bias is whole on every rank and added once.
+    Raises ValueError where the group's size does not divide `in_features`.
 
     Args:
         in_features: input features of the whole layer; the group's size must divide it.
         out_features: output features, whole on every rank after the sum.
-        group: the tensor-parallel group.
         bias: whether there is a bias.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
-        ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends before
-            the product and its communication.
-
-    Raises:
-        ValueError: the group's size does not divide `in_features`.
+        ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends
+            before the product and its communication.
     """
 
     def __init__(
@@ -195,16 +189,9 @@ def column_parallel(
     the input without that of the weight. Otherwise one operator overlaps the communication of the input's gradient with
     the product for the weight's.
 
-    Args:
-        x: [b, s, i], or, sequence parallel, [b, s/t, i].
-        parameters: weight [o/t, i], bias [o/t] or None, weight, ...: this rank's output features.
-        group: the tensor-parallel group.
-        sequence_parallel: the input is split along the sequence.
-        split_backward: see above.
-        products: computes the matrix products.
-
-    Returns:
-        [b, s, o/t] of each layer.
+    `x`: [b, s, i], or, sequence parallel, [b, s/t, i]. `parameters`: weight [o/t, i], bias [o/t] or None, weight, ...:
+    this rank's output features. `sequence_parallel`: the input is split along the sequence. Returns [b, s, o/t] of each
+    layer.
     """
     if split_backward or not torch.is_grad_enabled():
         entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
@@ -217,29 +204,17 @@ def column_parallel(
 
 
 def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """What several column-parallel layers give for one input, whose communication is done once for all of them.
-
-    Args:
-        x: [b, s, i] (or [b, s/t, i])
-        layers: on one group, alike but for their output features.
-
-    Returns:
-        [b, s, o/t] of each.
-    """
+    """What several column-parallel layers give for one input, whose communication is done once for all of them. `x`:
+    [b, s, i] (or [b, s/t, i]). `layers`: on one group, alike but for their output features. Returns [b, s, o/t] of
+    each."""
     return layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
 
 
 def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
-    """What `columns_parallel` gives, side by side in one tensor that one product computes.
-
-    Args:
-        x: [b, s, h] (or [b, s/t, h])
-        layers: as for `columns_parallel`, without biases.
-
-    Returns:
-        [b, s, o/t of all layers together]; None where that cannot be: without gradients, with a backward that is split,
-        or where the weights do not lie one after the other in memory.
-    """
+    """What `columns_parallel` gives, side by side in one tensor that one product computes. `x`: [b, s, h] (or [b, s/t,
+    h]). `layers`: as for `columns_parallel`, without biases. Returns [b, s, o/t of all layers together]; None where
+    that cannot be: without gradients, with a backward that is split, or where the weights do not lie one after the
+    other in memory."""
     first = layers[0]
     if first.split_backward or not torch.is_grad_enabled():
         return None
@@ -377,7 +352,6 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings: V, the true vocabulary size.
         embedding_dim: h.
-        group: the tensor-parallel group.
         multiple: local rows are padded to a multiple of this.
         sequence_parallel: the output is split along the sequence, [b, s/t, h].
     """
@@ -421,7 +395,6 @@ class VocabParallelOutput(ShardedModule):
     Args:
         num_embeddings: V, the true vocabulary size.
         embedding_dim: h.
-        group: the tensor-parallel group.
         multiple: local rows are padded to a multiple of this, as are the embedding's.
         bias: whether each token has one.
         sequence_parallel, split_backward, products: as for `column_parallel`.

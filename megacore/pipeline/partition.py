@@ -1,9 +1,7 @@
-"""Splitting a model's layers into consecutive pipeline stages of balanced cost.
-
-The cost of a layer is its predicted time, its number of parameters (what a stage must hold), its operations, or one.
-Embedding and head count: by time the last stage gets fewer blocks where the vocabulary is large, by parameters the
-first stage too (BLOOM's 70 blocks on 12 stages come out as 5, ten times 6, 5).
-"""
+"""Splitting a model's layers into consecutive pipeline stages of balanced cost. The cost of a layer is its predicted
+time, its number of parameters (what a stage must hold), its operations, or one. Embedding and head count: by time the
+last stage gets fewer blocks where the vocabulary is large, by parameters the first stage too (BLOOM's 70 blocks on 12
+stages come out as 5, ten times 6, 5)."""
 
 from __future__ import annotations
 

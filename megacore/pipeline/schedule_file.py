@@ -1,9 +1,7 @@
-"""A user's schedule from a CSV file: one row per rank, one computation per cell, in the order of execution.
-
-`0F0` is the forward of microbatch 0 at stage 0, `2B1` the backward of microbatch 1 at stage 2, or `2I1` and later `2W1`
-its two halves; empty cells are skipped. Sends and receives are added, and the schedule is proven, as for the built-in
-ones. Read without torch.
-"""
+"""A user's schedule from a CSV file: one row per rank, one computation per cell, in the order of execution. `0F0` is
+the forward of microbatch 0 at stage 0, `2B1` the backward of microbatch 1 at stage 2, or `2I1` and later `2W1` its two
+halves; empty cells are skipped. Sends and receives are added, and the schedule is proven, as for the built-in ones.
+Read without torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Point-to-point transfers between pipeline ranks: the only module that sends and receives.
-
-All transfers of one call are posted together, and none is waited for until its tensor is needed. Both ranks
-post the messages between them in the same order (schedule.py), which is all that NCCL needs. A sent tensor is kept
-until its transfer is done: freeing it earlier corrupts data.
-"""
+"""Point-to-point transfers between pipeline ranks: the only module that sends and receives. All transfers of one call
+are posted together, and none is waited for until its tensor is needed. Both ranks post the messages between them in the
+same order (schedule.py), which is all that NCCL needs. A sent tensor is kept until its transfer is done: freeing it
+earlier corrupts data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Proves that a schedule can be executed, and that it computes what it should, before any tensor moves.
-
-Every microbatch goes forward and, in training, backward through every stage exactly once, nothing is used before it is
-there, both sides of every transfer meet, and no rank waits for ever, neither with transfers that return at once nor
-with ones that block until the other side is there.
-"""
+"""Proves that a schedule can be executed, and that it computes what it should, before any tensor moves. Every
+microbatch goes forward and, in training, backward through every stage exactly once, nothing is used before it is there,
+both sides of every transfer meet, and no rank waits for ever, neither with transfers that return at once nor with ones
+that block until the other side is there."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Profiles of ranks, kept in the user's cache between runs: tracing takes seconds, and reading a moment.
-
-A profile is found by everything that it depends on: the settings that decide what a step does, the rank, the versions
-of torch and Triton, and the sources of megacore. What uses the code of a program, such as an optimizer that it
-registers, is traced each time.
-"""
+"""Profiles of ranks, kept in the user's cache between runs: tracing takes seconds, and reading a moment. A profile is
+found by everything that it depends on: the settings that decide what a step does, the rank, the versions of torch and
+Triton, and the sources of megacore. What uses the code of a program, such as an optimizer that it registers, is traced
+each time."""
 
 from __future__ import annotations
 

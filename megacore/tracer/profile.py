@@ -1,9 +1,7 @@
-"""What a rank holds while a step runs, action by action of its schedule: counted in a step of the real program.
-
-One rank of the job is built on fake tensors (fake_job.py), with few layers of each kind, and takes two steps, the
-second with all state in memory. What each layer adds to the rank's memory in each action is noted; from that
-step_memory.py puts whole steps together.
-"""
+"""What a rank holds while a step runs, action by action of its schedule: counted in a step of the real program. One
+rank of the job is built on fake tensors (fake_job.py), with few layers of each kind, and takes two steps, the second
+with all state in memory. What each layer adds to the rank's memory in each action is noted; from that step_memory.py
+puts whole steps together."""
 
 from __future__ import annotations
 

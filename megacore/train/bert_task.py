@@ -33,13 +33,8 @@ _NO_PAIR = -1
 
 
 class BertTask(TransformerTask):
-    """Predict masked tokens and, with a sentence task, how two segments belong together.
-
-    Args:
-        config: resolved.
-        mesh: this rank's groups and device.
-        weights: where initial values come from; None: drawn from the run's seed.
-    """
+    """Predict masked tokens and, with a sentence task, how two segments belong together. `mesh`: this rank's groups and
+    device. `weights`: where initial values come from; None: drawn from the run's seed."""
 
     batch_type = BertBatch
     config: ResolvedBertConfig

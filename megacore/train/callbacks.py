@@ -43,17 +43,11 @@ TRAINERS_KINDS = ("log", "evaluate", "message")
 
 
 class Event(NamedTuple):
-    """Something that happened to a run (megacore/observe/events.py lists the kinds).
-
-    Attributes:
-        step: steps taken.
-        kind: `message`, or another.
-        values: by name, such as the `text` of a message.
-    """
+    """Something that happened to a run (megacore/observe/events.py lists the kinds)."""
 
     step: int
-    kind: str
-    values: Mapping[str, Any]
+    kind: str  # `message`, or another
+    values: Mapping[str, Any]  # by name, such as the `text` of a message
 
 
 class Run(Protocol):
@@ -129,12 +123,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls several callbacks, in order.
-
-    Args:
-        run: passed to the callbacks.
-        members: the callbacks.
-    """
+    """Calls several callbacks, in order."""
 
     def __init__(self, run: Run, members: Sequence[Callback]) -> None:
         self._run, self.members = run, list(members)

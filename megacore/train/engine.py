@@ -61,25 +61,15 @@ __all__ = ["Layer", "PipelineEngine"]
 
 
 class PipelineEngine:
-    """Trains a model, given as a list of layers, on this rank of the mesh.
+    """Trains a model, given as a list of layers, on this rank of the mesh. Raises ConfigError with everything that is
+    wrong with the layers' names and ties, or with the configuration; or the ranks were given different ones; or the
+    state does not fit into memory; ScheduleError where a schedule from a file does not fit.
 
     Args:
         layers: the whole model, the same on every rank; a rank builds only the layers of its stages. Of an
-            nn.Sequential, or a list of modules, copies are trained, from the values that the modules have on rank 0.
+            nn.Sequential, or a list of modules, copies are trained, from the values that the modules have on rank
+            0.
         settings: see `EngineSettings`.
-
-    Attributes:
-        sequence: which positions of each sequence this rank holds.
-        lr: learning rate of the last step.
-        grad_norm: global gradient norm of the last step before clipping, an fp64 scalar.
-        stages: numbers of the layers of every pipeline stage.
-        stop_reason: why a callback of any rank has asked to stop (`request_stop`), or None. It is the same on all ranks
-            after a step, and the program's loop must end.
-
-    Raises:
-        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the ranks
-            were given different ones; or the state does not fit into memory.
-        ScheduleError: a schedule from a file does not fit.
     """
 
     def __init__(self, layers: nn.Module | Sequence[Layer | nn.Module], **settings: Any) -> None:
@@ -100,6 +90,7 @@ class PipelineEngine:
             chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
             self.config = dataclasses.replace(self.config, precision=chosen)
             streams, dtype = RandomStreams(given.seed, self.mesh.device), DTYPES[self.config.precision.precision]
+            # `sequence`: which positions of each sequence this rank holds.
             self.sequence, self._divide = SequenceShards(self.mesh.sequence), given.divide
             described = describe_layers(
                 self.layers,
@@ -120,12 +111,16 @@ class PipelineEngine:
             self.task = PlainTask(described, streams, loss=given.loss, is_mean=given.reduction == "mean", dtype=dtype)
             self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
-        self.stages = self.model.stages
+        self.stages = self.model.stages  # numbers of the layers of every pipeline stage
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
         self.task.shapes = self._shapes
+        # `grad_norm`: global gradient norm of the last step before clipping, an fp64 scalar.
+        # `lr`: learning rate of the last step.
         self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
         self._callbacks = Callbacks(self, [*observers().of_engine(self), *given.callbacks])
         self._request: str | None = None
+        # Why a callback of any rank has asked to stop (`request_stop`), or None. It is the same on all ranks after a
+        # step, and the program's loop must end.
         self.stop_reason: str | None = None
 
     @property
@@ -172,19 +167,17 @@ class PipelineEngine:
             heartbeat.end_step()
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
-        """One update of the weights.
+        """One update of the weights. Returns the mean loss over the batch of all replicas, an fp64 scalar that is equal
+        on every rank.
 
         Args:
-            microbatches: (inputs, targets) of each, this replica's share of the batch, the same on every rank of the
-                pipeline, with whole sequences. Inputs are a tensor or a tuple of tensors; targets whatever the loss
-                takes. Sizes may differ.
-
-        Returns:
-            The mean loss over the batch of all replicas, an fp64 scalar that is equal on every rank.
+            microbatches: (inputs, targets) of each, this replica's share of the batch, the same on every rank of
+                the pipeline, with whole sequences. Inputs are a tensor or a tuple of tensors; targets whatever the
+                loss takes. Sizes may differ.
 
         Raises:
-            UserError: the number of microbatches or of steps is not the one that was announced, or a layer cannot take
-                the microbatches.
+            UserError: the number of microbatches or of steps is not the one that was announced, or a layer cannot
+                take the microbatches.
             TrainingDiverged: losses or gradients of many steps in a row were not finite.
             SilentCorruption: replicas differ; on every rank.
         """
@@ -204,12 +197,8 @@ class PipelineEngine:
 
     def update_weights(self) -> StepResult:
         """Update the weights from gradients that the caller has computed through `train_steps`, which is the second
-        half of a step; all ranks call this together.
-
-        Raises:
-            TrainingDiverged: losses or gradients of many steps in a row were not finite.
-            SilentCorruption: replicas differ; on every rank.
-        """
+        half of a step; all ranks call this together. Raises TrainingDiverged where losses or gradients of many steps in
+        a row were not finite; SilentCorruption where replicas differ; on every rank."""
         with self._step():
             return self._update_weights()
 
@@ -228,15 +217,13 @@ class PipelineEngine:
         return result
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
-        """The mean loss, or another mean, over the microbatches of all replicas; in evaluation mode.
+        """The mean loss, or another mean, over the microbatches of all replicas; in evaluation mode. Raises UserError
+        where there are none; or, on ZeRO stage 3, replicas have different numbers of them.
 
         Args:
             microbatches: as for `train_batch`, but of any number above 0.
             metric: (output of the last layer, targets) -> sum over the microbatch, to be divided by what `count`
                 counts (the number of right answers, for the accuracy); None: the loss.
-
-        Raises:
-            UserError: there are none; or, on ZeRO stage 3, replicas have different numbers of them.
         """
         numbers = all_gather_objects(len(microbatches), self.mesh.batch)
         if min(numbers) == 0 or (len(set(numbers)) > 1 and self.config.parallel.zero_stage == 3):
@@ -255,14 +242,11 @@ class PipelineEngine:
         """This replica's microbatches of a batch that every rank has in full.
 
         The batch is cut into num_microbatches x dp pieces, as even as its samples allow, which the replicas take in
-        turn.
+        turn. Raises UserError where the batch has fewer samples than there are microbatches.
 
         Args:
             inputs: a tensor, or a tuple of tensors, with samples along the first dimension.
             targets: likewise.
-
-        Raises:
-            UserError: the batch has fewer samples than there are microbatches.
         """
         pieces, samples = self.num_microbatches * self.mesh.batch.size, samples_of(inputs)
         if samples < pieces:
@@ -294,10 +278,8 @@ class PipelineEngine:
     # ---- weights
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every weight and buffer of the model by global name, whole and on the CPU; all ranks call this together.
-
-        A tied parameter is there once, under the name of its first use. Buffers are those of this rank's replica.
-        """
+        """Every weight and buffer of the model by global name, whole and on the CPU; all ranks call this together. A
+        tied parameter is there once, under the name of its first use. Buffers are those of this rank's replica."""
         shards: dict[str, tuple[ShardSpec, Tensor]] = {}
         for bucket in self.model.data_parallel.buckets:
             for name, tensor in bucket.gather(bucket.master).items():
@@ -311,11 +293,8 @@ class PipelineEngine:
         return {name: tensor.clone() for part in parts for name, tensor in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take weights and buffers from what `state_dict` returned, on any layout.
-
-        Raises:
-            UserError: a tensor is missing, or has another shape.
-        """
+        """Take weights and buffers from what `state_dict` returned, on any layout. Raises UserError where a tensor is
+        missing, or has another shape."""
         buffers, parameters = self._buffers(), self.model.parameters
         shapes = {name: parameter.spec.shape for name, parameter in parameters.items()}
         for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}).items():
@@ -336,17 +315,13 @@ class PipelineEngine:
     @section(Phase.SAVE)
     def save(self, directory: Location | str) -> Location:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
+        Returns the checkpoint's directory. Raises StorageError where it could not be written; on every rank, and
+        nothing is left of it; SilentCorruption where replicas differ, and nothing is written; on every rank;
+        TrainingDiverged where a weight or a moment is not finite.
 
         Args:
-            directory: in which the checkpoint becomes a directory, named after the step; or a URL of an object store.
-
-        Returns:
-            The checkpoint's directory.
-
-        Raises:
-            StorageError: it could not be written; on every rank, and nothing is left of it.
-            SilentCorruption: replicas differ, and nothing is written; on every rank.
-            TrainingDiverged: a weight or a moment is not finite.
+            directory: in which the checkpoint becomes a directory, named after the step; or a URL of an object
+                store.
         """
         self._callbacks.call(Callback.before_save)
         self.train_steps.require_finite()
@@ -362,13 +337,11 @@ class PipelineEngine:
         return saved.path
 
     def load(self, directory: Location | str) -> None:
-        """Continue from a checkpoint, whatever layout saved it; all ranks call this together.
+        """Continue from a checkpoint, whatever layout saved it; all ranks call this together. Raises CheckpointError
+        where a file is missing or damaged, or a tensor is missing or of another shape, each by name.
 
         Args:
             directory: a checkpoint, or a directory given to `save`, whose newest checkpoint is loaded.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
         path = location(directory)
         self.train_steps.load(path, buffers=self._buffers())

@@ -48,75 +48,56 @@ _REQUIRED = {"loss": "torch.nn.functional.mse_loss", "train_iters": "100"}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The keyword arguments of `PipelineEngine`. None stands for the default of any of them.
+    """The keyword arguments of `PipelineEngine`. None stands for the default of any of them."""
 
-    Attributes:
-        loss: (output of the last layer, targets) -> a scalar tensor.
-        train_iters: steps of the run, over which the learning rate decays.
-        reduction: whether `loss` returns the mean or the sum of what `count` counts.
-        count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
-            or a scalar tensor, by which microbatches are weighed; None: the samples, which is the first dimension of
-            the inputs. cp with reduction="mean" needs it.
-        num_microbatches: of one step, on each data-parallel replica.
-        divide: (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; by
-            default of every tensor of two dimensions or more, along the second.
-        parallel: tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
-            ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
-            pipeline_layout and sequence_parallel are GPT's.
-        optimizer: its learning-rate schedule and the clipping of gradients; or AdamW, Adam or SGD of torch.optim, or a
-            `partial` of it: then the learning rate is constant, and nothing is clipped.
-        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by
-            those that it shares: `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that
-            `optimizer` names.
-        precision: format of parameters and activations.
-        recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
-        seed: of initial weights and dropout.
-        reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
-        compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
-        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
-        mesh: this rank's groups and device; None: made from `parallel`.
-        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`.
-        output_dir: directory of metrics.csv, of the profile and of W&B's files.
-        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip.
-        average: of the weights, and whether `evaluate` computes with it.
-        callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
-            `evaluate` and `save`, by `close`, and at an error in a step.
-        memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
-        watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
-            names the one that holds them up and ends the run (docs/guides/watching.md). One process is not watched.
-    """
-
-    loss: LossFunction
-    train_iters: int
-    reduction: Literal["mean", "sum"] = "mean"
+    loss: LossFunction  # (output of the last layer, targets) -> a scalar tensor
+    train_iters: int  # steps of the run, over which the learning rate decays
+    reduction: Literal["mean", "sum"] = "mean"  # whether `loss` returns the mean or the sum of what `count` counts
+    # Targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number or a
+    # scalar tensor, by which microbatches are weighed; None: the samples, which is the first dimension of the inputs.
+    # cp with reduction="mean" needs it.
     count: Callable[[Any], Tensor | float] | None = None
-    num_microbatches: int = 1
+    num_microbatches: int = 1  # of one step, on each data-parallel replica
+    # (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; by default of
+    # every tensor of two dimensions or more, along the second.
     divide: Divide = divide_positions
+    # tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as ColumnParallelLinear, cp
+    # for layers that work on single positions, and megacore's attention; pipeline_layout and sequence_parallel are
+    # GPT's.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # Its learning-rate schedule and the clipping of gradients; or AdamW, Adam or SGD of torch.optim, or a `partial` of
+    # it: then the learning rate is constant, and nothing is clipped.
     optimizer: ChoosesOptimizer = field(default_factory=OptimizerConfig)
+    # Which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`, followed in a list by those that it shares:
+    # `[LambConfig(), AdamWConfig(adam_beta2=0.999)]`; None: the defaults of the one that `optimizer` names.
     optimizer_settings: OptimizerSettings | Sequence[OptimizerSettings] | None = None
+    # Format of parameters and activations.
     precision: PrecisionConfig = field(default_factory=partial(PrecisionConfig, precision="fp32"))
+    # "full" keeps only the input of each layer, and computes the layer again in backward.
     recompute: Literal["none", "full"] = "none"
-    seed: int = 1234
-    reproducible: bool = False
-    compile: bool = False
-    compile_backend: Backend = "inductor"
-    mesh: Mesh | None = None
+    seed: int = 1234  # of initial weights and dropout
+    reproducible: bool = False  # makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule
+    compile: bool = False  # run the layers as compiled code (torch.compile); what cannot be captured runs as it is
+    compile_backend: Backend = "inductor"  # "inductor" generates kernels, "aot-eager" runs PyTorch's operators
+    mesh: Mesh | None = None  # this rank's groups and device; None: made from `parallel`
+    # Trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`.
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    output_dir: Path | str = "output"
+    output_dir: Path | str = "output"  # directory of metrics.csv, of the profile and of W&B's files
+    # What to do at a spike of the loss or the gradient norm: none, warn or skip.
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    # Of the weights, and whether `evaluate` computes with it.
     average: AverageConfig = field(default_factory=AverageConfig)
+    # Called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given), `evaluate` and
+    # `save`, by `close`, and at an error in a step.
     callbacks: Sequence[Callback] = ()
-    memory_check: bool = True
+    memory_check: bool = True  # refuse, before any layer is built, a model whose state needs more memory than there is
+    # How often replicas are compared, and how long the ranks may stand still in a step before the watchdog names the
+    # one that holds them up and ends the run (docs/guides/watching.md). One process is not watched.
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineSettings:
-        """From keyword arguments.
-
-        Raises:
-            ConfigError: those that there are not, and those that are missing.
-        """
+        """From keyword arguments. Raises ConfigError that names those that do not exist, and those that are missing."""
         names = [one.name for one in dataclasses.fields(cls)]
         given = {name: value for name, value in given.items() if value is not None}
         problems = [
@@ -130,11 +111,8 @@ class EngineSettings:
         return cls(**given)
 
     def resolved(self, layers: Sequence[Layer]) -> ResolvedConfig:
-        """The configuration of the run; its model and data sections mean nothing here.
-
-        Raises:
-            ConfigError: everything that is wrong with it.
-        """
+        """The configuration of the run; its model and data sections mean nothing here. Raises ConfigError with
+        everything that is wrong with it."""
         # The time of plain layers is not known: nothing can be chosen by it.
         balance = "parameters" if self.parallel.pipeline_balance == "time" else self.parallel.pipeline_balance
         parallel = dataclasses.replace(self.parallel, pipeline_balance=balance, schedule=self.parallel.schedule_name)
@@ -321,13 +299,8 @@ def of_torch(optimizer: torch.optim.Optimizer, problems: list[str]) -> dict[str,
 
 
 def decays(groups: Iterable[Mapping[str, Any]], what: str, problems: list[str]) -> dict[str, Any]:
-    """The fields that decay matrices and vectors as groups of torch's do.
-
-    Args:
-        groups: with the tensors `params`, and their `weight_decay`.
-        what: has these groups, for messages.
-        problems: receives what cannot be decayed alike.
-    """
+    """The fields that decay matrices and vectors as groups of torch's do. `groups`: with the tensors `params`, and
+    their `weight_decay`. `what`: has these groups, for messages. `problems`: receives what cannot be decayed alike."""
     of_matrices, of_vectors = set[float](), set[float]()
     for group in groups:
         for parameter in group["params"]:

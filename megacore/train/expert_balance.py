@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class ExpertBalance(StepHook):
-    """The routers of this rank's stages.
-
-    Args:
-        chunks: this rank's stages.
-        config: resolved.
-        mesh: this rank's groups.
-    """
+    """The routers of this rank's stages."""
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._rate = mesh, config.experts.moe_router_bias_update_rate
@@ -94,10 +88,9 @@ class ExpertBalance(StepHook):
         return dict(zip(self._layers, self._counts[:, :-2], strict=True))
 
     def figures(self) -> dict[str, float]:
-        """The balance of the last step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
-
-        The violation of a layer is the largest load of an expert over the mean, less 1 (arXiv 2408.15664, section 4.1).
-        """
+        """The balance of the last step by the keys of metrics.jsonl, equal on every rank; all ranks call this
+        together. The violation of a layer is the largest load of an expert over the mean, less 1 (arXiv 2408.15664,
+        section 4.1)."""
         rows = all_reduce_(self._table(), self._mesh.pipeline).tolist()  # each layer is on one stage
         layers = {block: dict(zip(_COLUMNS, row, strict=True)) for block, row in zip(self._blocks, rows, strict=True)}
         violations = [layer["max_violation"] for layer in layers.values()]

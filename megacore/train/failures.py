@@ -32,16 +32,10 @@ _reporting = threading.Lock()  # a thread that has nothing to say must not end t
 
 
 def report_cause(text: str, status: int, *, otherwise: bool = True) -> tuple[int, bool]:
-    """Say why the job ends, unless a rank already has.
-
-    Args:
-        text: the message, without the program's name.
-        status: with which this rank would end.
-        otherwise: whether to say it where the ranks cannot agree on one, because their launcher is gone.
-
-    Returns:
-        The exit status, which is that of the rank that has spoken, and whether this call said it.
-    """
+    """Say why the job ends, unless a rank already has. `text`: the message, without the program's name. `status`:
+    with which this rank would end. `otherwise`: whether to say it where the ranks cannot agree on one, because their
+    launcher is gone. Returns the exit status, which is that of the rank that has spoken, and whether this call said
+    it."""
     with _reporting:
         watchdog().note_last_words()
         if watchdog().reported_hang():

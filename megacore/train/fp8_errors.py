@@ -33,28 +33,16 @@ _PRODUCTS = ("output", "input gradient")
 
 
 class Fp8Errors(StepHook):
-    """Measures the layers of all ranks; all ranks call each method together.
-
-    Args:
-        chunks: this rank's stages.
-        config: resolved.
-        mesh: this rank's groups.
-
-    Attributes:
-        errors: of the last measurement, relative, by layer: the larger of its products'.
-        left: step and error of each layer that left fp8, by its name.
-
-    Raises:
-        ConfigError: no layer multiplies in fp8.
-    """
+    """Measures the layers of all ranks; all ranks call each method together. Raises ConfigError where no layer
+    multiplies in fp8."""
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._every, self._budget = mesh, config.precision.fp8_check_every, config.precision.fp8_budget
         # Stage 3 has no memory for whole weights, and a single microbatch reads each quantised weight once.
         self._keeps_weights = config.parallel.zero_stage < 3 and config.microbatches > 1
         self._layers: dict[str, Fp8Products] = {one.name: one for chunk in chunks for one in fp8_products(chunk)}
-        self.errors: dict[str, float] = {}
-        self.left: dict[str, list[float]] = {}
+        self.errors: dict[str, float] = {}  # of the last measurement, relative, by layer: the larger of its products'
+        self.left: dict[str, list[float]] = {}  # step and error of each layer that left fp8, by its name
         if isinstance(torch.empty(0), FakeTensor):  # numbers that do not exist have no error
             self._every = 0
             return

@@ -1,7 +1,5 @@
-"""What GPT pretraining is: the layers of models/gpt.py, and the cross-entropy of the next token.
-
-Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
-"""
+"""What GPT pretraining is: the layers of models/gpt.py, and the cross-entropy of the next token. Shape legend: s
+sequence, b micro-batch, V vocabulary, t tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,18 +25,10 @@ from megacore.train.task import TransformerTask
 
 
 class GPTTask(TransformerTask):
-    """Predict the next token.
-
-    The loss is a sum, not a mean: it is divided by the tokens of the whole global batch, so that microbatches and
-    ranks with different token counts have the right weight.
-
-    Args:
-        config: resolved.
-        mesh: this rank's groups and device.
-        weights: where initial values come from; None: drawn from the run's seed.
-        products: computes the matrix products of linear layers.
-        layers: describes the model.
-    """
+    """Predict the next token. The loss is a sum, not a mean: it is divided by the tokens of the whole global batch, so
+    that microbatches and ranks with different token counts have the right weight. `mesh`: this rank's groups and
+    device. `weights`: where initial values come from; None: drawn from the run's seed. `products`: computes the matrix
+    products of linear layers."""
 
     def __init__(
         self,

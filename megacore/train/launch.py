@@ -1,8 +1,6 @@
-"""From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens.
-
-Exit statuses: 0 done, 2 refused configuration or input, 3 silent corruption, 4 diverged, 1 any other failure, 124 ended
-as hung, 128 + n ended by signal n.
-"""
+"""From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens. Exit
+statuses: 0 done, 2 refused configuration or input, 3 silent corruption, 4 diverged, 1 any other failure, 124 ended as
+hung, 128 + n ended by signal n."""
 
 from __future__ import annotations
 
@@ -69,22 +67,13 @@ _SECONDS_FOR_PEERS_TO_ASK = 1.0
 
 
 class Job:
-    """This rank's part in a job, from joining to leaving it.
-
-    Attributes:
-        watch: of the other ranks, once they have met.
-    """
+    """This rank's part in a job, from joining to leaving it."""
 
     def __init__(self) -> None:
-        self.watch: PeerWatch | None = None
+        self.watch: PeerWatch | None = None  # of the other ranks, once they have met
 
     def run(self, config: C, body: Callable[[C, Mesh], R]) -> R:
-        """Join, run `body` on this rank of the mesh, and leave.
-
-        Args:
-            config: resolved.
-            body: the training run; returns when it is done.
-        """
+        """Join, run `body` on this rank of the mesh, and leave. `body`: the training run; returns when it is done."""
         if world_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         if config.training.reproducible:
@@ -116,15 +105,8 @@ class Job:
 
 
 def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
-    """Run `body` on this rank of the mesh, and report why if it fails.
-
-    Args:
-        config: resolved.
-        body: the training run; returns when it is done.
-
-    Returns:
-        The exit status.
-    """
+    """Run `body` on this rank of the mesh, and report why if it fails. `body`: the training run; returns when it is
+    done. Returns the exit status."""
     job = Job()
     try:
         job.run(config, body)
@@ -155,10 +137,7 @@ def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
 
 def for_device(config: C, device: torch.device) -> C:
     """The configuration with the defaults of the device, which is known for certain only once torch has found it.
-
-    Raises:
-        ConfigError: with these defaults a constraint is violated.
-    """
+    Raises ConfigError with these defaults a constraint is violated."""
     config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
     if problems := violations(config, world_size()):
         raise ConfigError(problems)

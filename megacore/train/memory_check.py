@@ -1,8 +1,6 @@
-"""Before a model is built: whether each rank's device, and its machine, have the memory that the run needs.
-
-The estimate is that of the planner (planning.py), which without an accelerator has refused the run before torch was
-loaded. The ranks agree before any of them allocates: one has not enough, and all end with its message.
-"""
+"""Before a model is built: whether each rank's device, and its machine, have the memory that the run needs. The
+estimate is that of the planner (planning.py), which without an accelerator has refused the run before torch was loaded.
+The ranks agree before any of them allocates: one has not enough, and all end with its message."""
 
 from __future__ import annotations
 
@@ -20,19 +18,9 @@ from megacore.train.planning import MemoryVerdict, planner
 
 
 def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[ModelLayer]) -> str | None:
-    """Refuse a run that does not fit, on all ranks alike.
-
-    Args:
-        config: a resolved configuration.
-        mesh: this rank's groups.
-        layers: the whole model.
-
-    Returns:
-        A line to print where a rank fits by what is certain, but not by what is expected; the same on all ranks.
-
-    Raises:
-        ConfigError: what a rank's device or machine lacks, and what would fit.
-    """
+    """Refuse a run that does not fit, on all ranks alike. `layers`: the whole model. Returns a line to print where a
+    rank fits by what is certain, but not by what is expected; the same on all ranks. Raises ConfigError with what a
+    rank's device or machine lacks, and what would fit."""
     if not config.training.memory_check:
         return None
     verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)

@@ -30,26 +30,15 @@ from megacore.zero.memory import measured_bytes
 
 
 class StepTimes(NamedTuple):
-    """Times of the steps since the last record, on this rank.
+    """Times of the steps since the last record, on this rank."""
 
-    Attributes:
-        seconds: per step, on average.
-        data_share: share of it in which the program waited for data.
-    """
-
-    seconds: float
-    data_share: float = 0.0
+    seconds: float  # per step, on average
+    data_share: float = 0.0  # share of it in which the program waited for data
 
 
 class StepClock:
     """Seconds per step on the wall clock, without the time while it was paused for logging, evaluation and saving.
-
-    `read` and `paused` first wait for an accelerator, so that its work counts in the step that queued it.
-
-    Args:
-        device: that computes.
-        step: steps done so far.
-    """
+    `read` and `paused` first wait for an accelerator, so that its work counts in the step that queued it."""
 
     def __init__(self, device: torch.device, step: int) -> None:
         self._device = device
@@ -60,12 +49,8 @@ class StepClock:
         self._step, self._start, self._waited = step, time.perf_counter(), 0.0
 
     def read(self, step: int, waited: float) -> StepTimes:
-        """The times of the steps since the last call.
-
-        Args:
-            step: steps that are done.
-            waited: seconds in which the program has waited for data, since `restart`.
-        """
+        """The times of the steps since the last call. `waited`: seconds in which the program has waited for data, since
+        `restart`."""
         synchronize(self._device)
         now = time.perf_counter()
         seconds, waiting = now - self._start, waited - self._waited
@@ -83,37 +68,25 @@ class StepClock:
 
 
 class StepMetrics:
-    """The figures of a run: what is predicted before it, and the record of a logged step.
-
-    Args:
-        config: resolved.
-        mesh: this rank's groups and device.
-        task: what is trained.
-
-    Attributes:
-        predicted_bubble: share of the ranks' time that the schedule leaves them idle, if time goes as operations.
-        predicted_memory: bytes of state on the fullest rank, by kind and formula; none without a planner.
-        predicted_peak: bytes that this rank is expected to take at its peak; None: not known.
-    """
+    """The figures of a run: what is predicted before it, and the record of a logged step. `mesh`: this rank's groups
+    and device."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
         self._config, self._mesh, self._task = config, mesh, task
+        # Share of the ranks' time that the schedule leaves them idle, if time goes as operations.
         self.predicted_bubble = self._predict_bubble()
         on_cpu = mesh.device.type == "cpu"
         predicted = planner().predicted_memory(config, task.layers, mesh.pipeline.rank, on_cpu=on_cpu)
+        # `predicted_peak`: bytes that this rank is expected to take at its peak; None: not known.
+        # `predicted_memory`: bytes of state on the fullest rank, by kind and formula; none without a planner.
         self.predicted_memory, self.predicted_peak = predicted
         given = config.logging.peak_tflops
         self._peak_tflops = given or peak_tflops(device_name(mesh.device), self._format)
 
     def record(self, result: StepResult, times: StepTimes, timed: TimedPass, update: WeightUpdate) -> dict[str, Any]:
         """The figures of a step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
-
-        Args:
-            result: of the step.
-            times: how long a step took, on average since the last record.
-            timed: when the step's computations ran.
-            update: the optimizer and the state that it works on.
-        """
+        `times`: how long a step took, on average since the last record. `timed`: when the step's computations ran.
+        `update`: the optimizer and the state that it works on."""
         config, mesh, task = self._config, self._mesh, self._task
         measured = measured_bytes(update.data_parallel, update.optimizer)
         peak_here = float(peak_memory_bytes(mesh.device))
@@ -174,11 +147,8 @@ class StepMetrics:
 
     def _measured_bubble(self, everyone: Tensor) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean.
-
-        Args:
-            everyone: [ranks, 3]: seconds when each rank's first computation began and its last one ended, and how many
-                it computed.
-        """
+        `everyone`: [ranks, 3]: seconds when each rank's first computation began and its last one ended, and how many it
+        computed."""
         degrees = self._mesh.degrees
         stages = list(degrees).index(pipeline_dimension(self._mesh.dimensions))
         first, last, busy = everyone.view(*degrees.values(), 3).unbind(-1)

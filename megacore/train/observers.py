@@ -1,8 +1,6 @@
-"""What a run asks its observers: to record and to guard it, and why a step was not finite.
-
-The observers, `megacore.observe`, are optional: a tree without them trains as `Observers` says, prints the run's
-messages, and records nothing. This module alone knows where they are.
-"""
+"""What a run asks its observers: to record and to guard it, and why a step was not finite. The observers,
+`megacore.observe`, are optional: a tree without them trains as `Observers` says, prints the run's messages, and records
+nothing. This module alone knows where they are."""
 
 from __future__ import annotations
 
@@ -31,13 +29,8 @@ class Observers:
     """What a run asks, with the answers of a tree without observers."""
 
     def announce(self, trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
-        """Say what is about to be built, and by what.
-
-        Args:
-            trainer: has its configuration, mesh, task and metrics, and no model yet.
-            train_data: training samples.
-            valid_data: validation samples.
-        """
+        """Say what is about to be built, and by what. `trainer`: has its configuration, mesh, task and metrics, and no
+        model yet."""
         if trainer.mesh.world.is_first:
             note = "megacore/observe is not installed: nothing of the run is recorded, traced, replayed or compared"
             print(f"megacore: note: {note}", file=sys.stderr)
@@ -47,7 +40,6 @@ class Observers:
         return [_Messages()]
 
     def of_engine(self, engine: PipelineEngine) -> list[Callback]:
-        """The callbacks of an engine."""
         return []
 
     def step_hooks(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list[StepHook]:
@@ -57,24 +49,13 @@ class Observers:
     def diagnose(
         self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float
     ) -> Diagnosis | None:
-        """Why a step was not finite; all ranks call this together, after a step that was skipped.
-
-        Args:
-            steps: took the step.
-            microbatches: of this replica.
-            weight: of the step's loss.
-            last_loss: mean loss of the last step that updated the weights.
-        """
+        """Why a step was not finite; all ranks call this together, after a step that was skipped. `last_loss`: mean
+        loss of the last step that updated the weights."""
         return None
 
     def fault_in_words(self, steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
         """Why a fault of a machine made weights or moments not finite; None where that is open. All ranks call this
-        together.
-
-        Args:
-            steps: took the steps.
-            non_finite: one entry at least.
-        """
+        together."""
         return None
 
 
@@ -94,16 +75,8 @@ def observers() -> Observers:
 
 
 def say(text: str, *, may_fail: bool = False) -> None:
-    """Print at once.
-
-    Args:
-        text: a line or several.
-        may_fail: ignore text that cannot be written.
-
-    Raises:
-        OutputClosed: nobody reads it.
-        StorageError: it cannot be written, and must not be lost.
-    """
+    """Print at once. `may_fail`: ignore text that cannot be written. Raises OutputClosed where nobody reads it;
+    StorageError where it cannot be written, and must not be lost."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -26,16 +26,10 @@ PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a
 
 @contextlib.contextmanager
 def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
-    """Hold the output directory during the run; all ranks enter together.
-
-    Yields:
-        The configuration with the very checkpoint that the run continues from as --load, or without one.
-
-    Raises:
-        UserError: another run writes there, a rank has another directory, or there is nothing to continue from; on
-            every rank.
-        StorageError: the directory cannot be written.
-    """
+    """Hold the output directory during the run; all ranks enter together. Yields the configuration with the very
+    checkpoint that the run continues from as --load, or without one. Raises UserError where another run writes there, a
+    rank has another directory, or there is nothing to continue from; on every rank; StorageError where the directory
+    cannot be written."""
     lock = _claim(config, mesh)
     try:
         choice = choose_checkpoint(config, mesh.world)
@@ -55,12 +49,8 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
 
 
 def _tell_of_earlier(checkpoints: Location, *, keep_last: int | None) -> None:
-    """Warn that a run without --load begins at step 0, where it could continue.
-
-    Args:
-        checkpoints: the directory that the run saves into.
-        keep_last: as for `expired`, which counts the earlier checkpoints too.
-    """
+    """Warn that a run without --load begins at step 0, where it could continue. `checkpoints`: the directory that the
+    run saves into. `keep_last`: as for `expired`, which counts the earlier checkpoints too."""
     if published(checkpoints):
         theirs = "they are kept" if keep_last is None else f"--keep-last {keep_last} deletes them as this run saves"
         _warn(
@@ -106,14 +96,8 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
 
 
 def _require_one_directory(run: Path, token: str, world: Group, *, patience: float) -> None:
-    """Every rank writes its part of a checkpoint: one that writes elsewhere would fail only at the first save.
-
-    Args:
-        run: this rank's output directory.
-        token: in the lock of the first rank.
-        world: all ranks.
-        patience: seconds until this rank must see that lock.
-    """
+    """Every rank writes its part of a checkpoint: one that writes elsewhere would fail only at the first save. `token`:
+    in the lock of the first rank. `patience`: seconds until this rank must see that lock."""
     missed = None if world.is_first or sees_lock(run, token, patience=patience) else str(run)
     elsewhere = {rank: path for rank, path in enumerate(all_gather_objects(missed, world)) if path is not None}
     if elsewhere:

@@ -1,8 +1,6 @@
-"""The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
-
-A stage is partitioned (uneven counts are balanced, nothing is dropped), and then made layer by layer, so that on ZeRO
-stage 3 no more than one layer is ever whole: see `_layers`, and the data parallelism that takes each layer from it.
-"""
+"""The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge. A
+stage is partitioned (uneven counts are balanced, nothing is dropped), and then made layer by layer, so that on ZeRO
+stage 3 no more than one layer is ever whole: see `_layers`, and the data parallelism that takes each layer from it."""
 
 from __future__ import annotations
 
@@ -40,35 +38,19 @@ from megacore.zero.options import ZeroOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelModel:
-    """This rank's part of the model.
+    """This rank's part of the model."""
 
-    Attributes:
-        stages: which layers every pipeline stage holds.
-        chunks: this rank's stages.
-        parameters: of this rank that learn, by global name.
-        runtime: runs microbatches through the pipeline.
-        data_parallel: divides parameters, gradients and optimizer state over replicas.
-        shared: global names of tied parameters that other ranks hold too, and who holds them.
-        tied_copies: those of them whose first use lies on another rank.
-    """
-
-    stages: list[range]
-    chunks: list[Stage]
-    parameters: dict[str, ShardedParameter]
-    runtime: PipelineRuntime
-    data_parallel: DataParallel
-    shared: dict[str, Holders]
-    tied_copies: frozenset[str]
+    stages: list[range]  # which layers every pipeline stage holds
+    chunks: list[Stage]  # this rank's stages
+    parameters: dict[str, ShardedParameter]  # of this rank that learn, by global name
+    runtime: PipelineRuntime  # runs microbatches through the pipeline
+    data_parallel: DataParallel  # divides parameters, gradients and optimizer state over replicas
+    shared: dict[str, Holders]  # global names of tied parameters that other ranks hold too, and who holds them
+    tied_copies: frozenset[str]  # those of them whose first use lies on another rank
 
 
 def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
-    """Build this rank's stages and everything that makes them take part in the whole.
-
-    Args:
-        task: what is trained.
-        config: resolved.
-        mesh: this rank's groups.
-    """
+    """Build this rank's stages and everything that makes them take part in the whole."""
     stages = stage_ranges(task.layers, config)
     held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
@@ -119,8 +101,6 @@ def _layers(
 
     Args:
         chunk: a stage that is not built.
-        task: what is trained.
-        config: resolved.
         mesh: this rank's groups and device.
         parameters: of the layers so far, by global name; those of this stage are added.
         offload: takes the activations of blocks to host memory; None: they stay.
@@ -219,11 +199,8 @@ def zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh
 
 
 def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
-    """Refuse rules that are about no parameter of the model; all ranks call this together.
-
-    Raises:
-        ConfigError: on every rank.
-    """
+    """Refuse rules that are about no parameter of the model; all ranks call this together. Raises ConfigError on every
+    rank."""
     if groups.is_uniform or mesh.backend == "fake":  # the parameters of other ranks are not known then
         return
     names = sorted({name for of_rank in all_gather_objects(list(parameters), mesh.world) for name in of_rank})

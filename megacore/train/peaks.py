@@ -77,12 +77,8 @@ _TABLE: tuple[tuple[str, Peaks], ...] = (
 
 
 def peak_tflops(device_name: str, form: Format) -> float | None:
-    """The dense peak of a device in TFLOP/s, or None where it is not known.
-
-    Args:
-        device_name: as its driver reports it.
-        form: of the factors of a matrix product; `tf32` is fp32 that the device may round.
-    """
+    """The dense peak of a device in TFLOP/s, or None where it is not known. `device_name`: as its driver reports it.
+    `form`: of the factors of a matrix product; `tf32` is fp32 that the device may round."""
     for pattern, peaks in _TABLE:
         if re.fullmatch(pattern, device_name.strip()):
             peak: float | None = getattr(peaks, form)

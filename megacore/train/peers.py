@@ -41,11 +41,8 @@ class Peer:
 
 
 class PeerWatch:
-    """Watches the other ranks on this machine, their launcher, and this one's signals, until `stop()`.
-
-    Args:
-        mesh: for the ranks' coordinates. All ranks construct their watches together, in the main thread.
-    """
+    """Watches the other ranks on this machine, their launcher, and this one's signals, until `stop()`. `mesh`: for the
+    ranks' coordinates. All ranks construct their watches together, in the main thread."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -25,19 +25,12 @@ Divide = Callable[[SequenceShards, Any, Any], Pair]  # (shards, inputs, targets)
 
 @dataclass(frozen=True, kw_only=True)
 class PlainMicrobatch:
-    """A microbatch, for the runtime.
+    """A microbatch, for the runtime."""
 
-    Attributes:
-        index: global number in the run, the same for every layout.
-        inputs: of the model's first layer.
-        targets: for the loss.
-        count: terms of its loss, an fp64 scalar.
-    """
-
-    index: int
-    inputs: Any
-    targets: Any
-    count: Tensor
+    index: int  # global number in the run, the same for every layout
+    inputs: Any  # of the model's first layer
+    targets: Any  # for the loss
+    count: Tensor  # terms of its loss, an fp64 scalar
 
 
 class PlainTask(Task):
@@ -46,13 +39,8 @@ class PlainTask(Task):
     Args:
         layers: the whole model, described.
         streams: where the layers' dropout masks come from.
-        loss: the user's.
         is_mean: whether it returns the mean of what is counted, and not the sum.
         dtype: of parameters and activations: inputs are converted to it, and outputs to fp32 before the loss.
-
-    Attributes:
-        shapes: of what stages exchange, learned from trials; there once the model is built.
-        metric: what an evaluation sums up; None: the loss.
     """
 
     def __init__(
@@ -65,8 +53,9 @@ class PlainTask(Task):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(layers, streams)
+        # Of what stages exchange, learned from trials; there once the model is built.
         self.shapes: StageShapes | None = None
-        self.metric: LossFunction | None = None
+        self.metric: LossFunction | None = None  # what an evaluation sums up; None: the loss
         self._loss, self._is_mean, self._dtype = loss, is_mean, dtype
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
@@ -86,11 +75,7 @@ class PlainTask(Task):
         return self.shapes.of(microbatch.inputs, stage)
 
     def loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
-        """The summed loss, a scalar.
-
-        Raises:
-            UserError: the loss function returns anything else.
-        """
+        """The summed loss, a scalar. Raises UserError where the loss function returns anything else."""
         output = _converted(output, self._dtype, torch.float32)
         counts = microbatch.count > 0
         if self._is_mean:
@@ -136,11 +121,8 @@ def cut(value: Any, pieces: int) -> list[Any]:
 
 
 def divide_positions(shards: SequenceShards, inputs: Any, targets: Any) -> Pair:
-    """This rank's positions of inputs and targets: of every tensor of two dimensions or more, along the second.
-
-    Raises:
-        UserError: the ranks cannot divide that dimension.
-    """
+    """This rank's positions of inputs and targets: of every tensor of two dimensions or more, along the second. Raises
+    UserError where the ranks cannot divide that dimension."""
     return _positions(inputs, shards), _positions(targets, shards)
 
 

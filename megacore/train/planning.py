@@ -1,8 +1,6 @@
-"""What a run asks the planner before it starts: whether it fits into memory, and which schedule is fastest.
-
-The planner, `megacore.plan`, is optional: a tree without it trains as `Planner` says. This module alone knows where it
-is, and loads no torch.
-"""
+"""What a run asks the planner before it starts: whether it fits into memory, and which schedule is fastest. The
+planner, `megacore.plan`, is optional: a tree without it trains as `Planner` says. This module alone knows where it is,
+and loads no torch."""
 
 from __future__ import annotations
 
@@ -29,15 +27,10 @@ class MemoryVerdict(NamedTuple):
 
 
 class PredictedMemory(NamedTuple):
-    """Bytes that are expected.
+    """Bytes that are expected."""
 
-    Attributes:
-        state: of the fullest rank, by kind.
-        peak: of this rank; None: not known.
-    """
-
-    state: dict[str, float]
-    peak: float | None
+    state: dict[str, float]  # of the fullest rank, by kind
+    peak: float | None  # of this rank; None: not known
 
 
 class Planner:
@@ -45,23 +38,13 @@ class Planner:
 
     def check_memory(self, config: ResolvedConfig) -> None:
         """Refuse a run on a machine without an accelerator whose host memory it cannot fit into; before torch is
-        loaded.
-
-        Raises:
-            ConfigError: what it needs, and what would fit.
-        """
+        loaded. Raises ConfigError with what it needs, and what would fit."""
 
     def device_verdict(
         self, config: ResolvedConfig, layers: Sequence[ModelLayer], stage: int, memory: AvailableMemory | None
     ) -> MemoryVerdict:
-        """Whether a rank fits into its accelerator's memory, and what it offloads into that of its host.
-
-        Args:
-            config: a resolved configuration.
-            layers: the whole model.
-            stage: the rank's number in its pipeline.
-            memory: of the accelerator; None: not known.
-        """
+        """Whether a rank fits into its accelerator's memory, and what it offloads into that of its host. `layers`: the
+        whole model. `stage`: the rank's number in its pipeline. `memory`: of the accelerator; None: not known."""
         return MemoryVerdict()
 
     def host_verdict(self, config: ResolvedConfig, layers: Sequence[ModelLayer]) -> MemoryVerdict:

@@ -1,9 +1,7 @@
-"""Rollbacks (`--on-spike rollback`): which there were, which samples they skip, and when the run stops instead.
-
-A rollback loads the run's last checkpoint and moves the position in the data behind the samples that were seen since,
-and some more (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). The run then saves at once: its newest checkpoint
-has the new position, so that a job that is started again, on any layout, skips the same samples.
-"""
+"""Rollbacks (`--on-spike rollback`): which there were, which samples they skip, and when the run stops instead. A
+rollback loads the run's last checkpoint and moves the position in the data behind the samples that were seen since, and
+some more (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1). The run then saves at once: its newest checkpoint has
+the new position, so that a job that is started again, on any layout, skips the same samples."""
 
 from __future__ import annotations
 
@@ -19,19 +17,12 @@ _SERIES = "rollbacks"
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to a checkpoint.
+    """A return to a checkpoint."""
 
-    Attributes:
-        from_step: the step that spiked.
-        to_step: that of the checkpoint.
-        first_sample: the first that is skipped.
-        stop_sample: the first that is not skipped any more.
-    """
-
-    from_step: int
-    to_step: int
-    first_sample: int
-    stop_sample: int
+    from_step: int  # the step that spiked
+    to_step: int  # that of the checkpoint
+    first_sample: int  # the first that is skipped
+    stop_sample: int  # the first that is not skipped any more
 
     def __str__(self) -> str:
         return (
@@ -41,36 +32,25 @@ class Rollback:
 
 
 class Rollbacks:
-    """The rollbacks of a run, which its checkpoints keep.
-
-    Args:
-        config: resolved.
-
-    Attributes:
-        done: so far, those of earlier starts included.
-    """
+    """The rollbacks of a run, which its checkpoints keep."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self._options, self._batch = config.spikes, config.training.global_batch_size
-        self.done: list[Rollback] = []
+        self.done: list[Rollback] = []  # so far, those of earlier starts included
 
     def figures(self) -> dict[str, float]:
         """Their number, for the record of a step."""
         return {"train/rollbacks": len(self.done)} if self._options.on_spike == "rollback" else {}
 
     def add(self, spike: str, *, from_step: int, to_step: int, first_sample: int, stop_sample: int) -> Rollback:
-        """Decide on a rollback.
+        """Decide on a rollback. Raises TrainingDiverged where there were as many rollbacks as may be; or the run is not
+        past the step whose spike caused the last one, whichever checkpoint is the last by now.
 
         Args:
             spike: what happened, for the message.
-            from_step: the step that spiked.
             to_step: that of the last checkpoint.
             first_sample: the position in the data of that checkpoint.
             stop_sample: the position after the step that spiked.
-
-        Raises:
-            TrainingDiverged: there were as many rollbacks as may be; or the run is not past the step whose spike caused
-                the last one, whichever checkpoint is the last by now.
         """
         happened, earlier = f"step {from_step}: {spike}", "; ".join(map(str, self.done))
         if self.done and from_step <= self.done[-1].from_step:
@@ -105,14 +85,9 @@ class Rollbacks:
         self.done = rollbacks_of(series)
 
     def extend(self, manifest: Manifest) -> Rollback | None:
-        """Apply a larger --on-spike skip-batches to the last rollback, if the run continues right after it.
-
-        Args:
-            manifest: of the checkpoint that the run continues from.
-
-        Returns:
-            The rollback with its new range; None where nothing changes.
-        """
+        """Apply a larger --on-spike skip-batches to the last rollback, if the run continues right after it. `manifest`:
+        of the checkpoint that the run continues from. Returns the rollback with its new range; None where nothing
+        changes."""
         if self._options.on_spike != "rollback" or not self.done:
             return None
         last, there = self.done[-1], manifest.settings

@@ -88,17 +88,9 @@ _WAY_OUT = "start every rank, on every node, with the same flags, data, environm
 def refuse_different_ranks(
     config: ResolvedConfig, world: Group, layers: Sequence[ModelLayer] = (), further: Facts | None = None
 ) -> None:
-    """Compare configuration, data, code and libraries of all ranks, which call this together before training.
-
-    Args:
-        config: resolved.
-        world: all ranks.
-        layers: the whole model, where it does not follow from the configuration.
-        further: facts of the run that are not in the configuration either.
-
-    Raises:
-        ConfigError: a rank differs from the others; on every rank, with the same text.
-    """
+    """Compare configuration, data, code and libraries of all ranks, which call this together before training. `layers`:
+    the whole model, where it does not follow from the configuration. `further`: facts of the run that are not in the
+    configuration either. Raises ConfigError where a rank differs from the others; on every rank, with the same text."""
     if world.size == 1:
         return
     of_layers = {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
@@ -143,11 +135,7 @@ def facts(config: ResolvedConfig) -> Facts:
 
 def differences(everyone: list[Facts]) -> list[str]:
     """The differences from the value that most ranks have, or from that of rank 0 where no value has a majority; one
-    line per fact and value.
-
-    Args:
-        everyone: the facts of every rank.
-    """
+    line per fact and value. `everyone`: the facts of every rank."""
     names = list(dict.fromkeys(name for of_rank in everyone for name in of_rank))
     usual: dict[str, str] = {}
     different: dict[str, dict[str, list[int]]] = {}  # the ranks of each value, of facts with several

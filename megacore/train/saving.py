@@ -21,18 +21,8 @@ class Saving:
     As a context it ends what is under way where the run ends by an exception: in order where all ranks have the same
     one, or where there is no other rank; else the save is given up, as nobody may be left to agree with.
 
-    Args:
-        config: resolved.
-        mesh: this rank's groups.
-        callbacks: called for every checkpoint once it is published, and with warnings.
-        loaded: the checkpoint that the run continues from.
-        updates: of the weights, as the run counts them when it has loaded.
-
-    Attributes:
-        is_busy: whether a save is under way in the background; the same on every rank.
-        newest: the run's newest checkpoint: the last that was saved, or else the one that the run continues from.
-        updates: of its weights, as this start of the run counts them: its manifest may count those before a
-            --no-load-optim too.
+    `callbacks`: called for every checkpoint once it is published, and with warnings. `loaded`: the checkpoint that the
+    run continues from. `updates`: of the weights, as the run counts them when it has loaded.
     """
 
     def __init__(
@@ -47,6 +37,10 @@ class Saving:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._callbacks = config.checkpoint, callbacks
         self._is_one_process = mesh.world.size == 1
+        # `updates`: of its weights, as this start of the run counts them: its manifest may count those before a
+        # --no-load-optim too.
+        # `newest`: the run's newest checkpoint: the last that was saved, or else the one that the run continues from.
+        # `is_busy`: whether a save is under way in the background; the same on every rank.
         self.is_busy, self.newest, self.updates = False, loaded, updates
         warns = config.checkpoint.on_save_error == "warn"
         self._warning = "; training continues (--on-save-error warn)" if warns else None
@@ -73,15 +67,10 @@ class Saving:
         return self._saver.is_waiting
 
     def save(self, state: TrainingState, *, is_last: bool = False) -> None:
-        """Save the state, after an earlier save that is under way; in the background if the run is set so.
-
-        Args:
-            state: this rank's view of the run; where its step is saved already, nothing happens.
-            is_last: whether nothing comes after it: then it is waited for, and if it fails the run does.
-
-        Raises:
-            StorageError: it failed, and --on-save-error is stop.
-        """
+        """Save the state, after an earlier save that is under way; in the background if the run is set so. `state`:
+        this rank's view of the run; where its step is saved already, nothing happens. `is_last`: whether nothing comes
+        after it: then it is waited for, and if it fails the run does. Raises StorageError where it failed, and
+        --on-save-error is stop."""
         self.finish()
         warning = None if is_last else self._warning
         if self._saved_step != state.step:
@@ -101,11 +90,8 @@ class Saving:
 
     @section(Phase.SAVE)
     def doubt(self, updates: int) -> None:
-        """Mark in doubt every checkpoint of the run that has the weights of now, if the newest one has them.
-
-        Args:
-            updates: how many steps have updated the weights.
-        """
+        """Mark in doubt every checkpoint of the run that has the weights of now, if the newest one has them. `updates`:
+        how many steps have updated the weights."""
         with contextlib.suppress(OutputClosed, StorageError):  # what ends the run is the first of them
             self.finish()
         if self.newest is None or self.updates != updates:

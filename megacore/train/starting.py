@@ -1,8 +1,6 @@
-"""What happens before torch is loaded: the first rank says that the run starts, and torch gets better defaults.
-
-Most of the time between Enter and the log goes into imports. An entry point calls `announce` before its own, so this
-module imports nothing that takes time.
-"""
+"""What happens before torch is loaded: the first rank says that the run starts, and torch gets better defaults. Most of
+the time between Enter and the log goes into imports. An entry point calls `announce` before its own, so this module
+imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -19,13 +17,10 @@ _SILENT = {"help", "h", "version", "dry-run"}  # flags that ask for a text, whic
 
 
 class _Begun:
-    """When this process said that the run starts; None: it has not, as in a program that calls a part of the trainer.
+    """When this process said that the run starts; None: it has not, as in a program that calls a part of the
+    trainer."""
 
-    Attributes:
-        at: of `time.monotonic`.
-    """
-
-    at: ClassVar[float | None] = None
+    at: ClassVar[float | None] = None  # of `time.monotonic`
 
 
 def announce() -> None:
@@ -42,11 +37,7 @@ def announce() -> None:
 
 
 def announce_stage(stage: str) -> None:
-    """Say what the start has come to, where it was announced.
-
-    Args:
-        stage: what is done from now on.
-    """
+    """Say what the start has come to, where it was announced. `stage`: what is done from now on."""
     if _Begun.at is not None:
         _say(f"starting {time.monotonic() - _Begun.at:6.1f} s | {stage}")
 
@@ -67,11 +58,7 @@ _OLDER_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_A
 
 
 def set_torch_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set, under this or an older name. Call it before torch is imported.
-
-    Args:
-        environment: of this process.
-    """
+    """Set what the user has not set, under this or an older name. Call it before torch is imported."""
     for name, value in DEFAULTS.items():
         if not any(known in environment for known in (name, *_OLDER_NAMES.get(name, ()))):
             environment[name] = value

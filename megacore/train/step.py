@@ -1,9 +1,7 @@
-"""One train step, for the trainer and the engine: from microbatches to updated weights.
-
-Every rank runs its microbatches through its stages (pipeline/runtime.py). Gradients are summed over data-parallel ranks
-while the last backward runs. Then the weights are updated, or the step is skipped (optim/update.py). Each sum of the
-loss is divided by its count (of tokens, for example) over the global batch, which is known before the first backward.
-"""
+"""One train step, for the trainer and the engine: from microbatches to updated weights. Every rank runs its
+microbatches through its stages (pipeline/runtime.py). Gradients are summed over data-parallel ranks while the last
+backward runs. Then the weights are updated, or the step is skipped (optim/update.py). Each sum of the loss is divided
+by its count (of tokens, for example) over the global batch, which is known before the first backward."""
 
 from __future__ import annotations
 
@@ -41,24 +39,16 @@ Hook = TypeVar("Hook", bound=StepHook)
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The cause of a step that was not finite, equal on every rank.
+    """The cause of a step that was not finite, equal on every rank."""
 
-    Attributes:
-        cause: weights, moments, hardware, data, overflow or undetermined.
-        lines: the evidence, each a sentence.
-        is_permanent: whether no further step can be finite.
-        is_corruption: whether a computer was in error: copies of a weight or moment on other ranks are finite, or the
-            step is, computed again.
-        suspects_weights: whether finite weights may be the cause.
-        names_remedy: whether a line says what to do.
-    """
-
-    cause: str
-    lines: tuple[str, ...]
-    is_permanent: bool = False
+    cause: str  # weights, moments, hardware, data, overflow or undetermined
+    lines: tuple[str, ...]  # the evidence, each a sentence
+    is_permanent: bool = False  # whether no further step can be finite
+    # Whether a computer was in error: copies of a weight or moment on other ranks are finite, or the step is, computed
+    # again.
     is_corruption: bool = False
-    suspects_weights: bool = False
-    names_remedy: bool = False
+    suspects_weights: bool = False  # whether finite weights may be the cause
+    names_remedy: bool = False  # whether a line says what to do
 
     def __str__(self) -> str:
         return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
@@ -74,34 +64,20 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a train step, equal on every rank.
+    """The result of a train step, equal on every rank."""
 
-    Attributes:
-        step: its number, from 1.
-        loss: mean loss of the global batch, the sum of `means`; an fp64 scalar on the device.
-        means: mean of each term of the loss over the global batch, fp64 [terms] or a scalar, on the device.
-        counts: the numbers (of tokens, for example) that the sums of the terms were divided by; shape and dtype as
-            `means`.
-        grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
-        lr: learning rate.
-        skipped: why the weights were left as they are, or None.
-        diagnosis: the cause, where something was not finite.
-        votes: summed over ranks.
-        spike: which limit of the spike guard the step exceeds, in words, or None.
-        clip_limit: the norm that gradients may have, infinite if it has no limit.
-    """
-
-    step: int
-    loss: Tensor
-    means: Tensor
+    step: int  # its number, from 1
+    loss: Tensor  # mean loss of the global batch, the sum of `means`; an fp64 scalar on the device
+    means: Tensor  # mean of each term of the loss over the global batch, fp64 [terms] or a scalar, on the device
+    # The numbers (of tokens, for example) that the sums of the terms were divided by; shape and dtype as `means`.
     counts: Tensor
-    grad_norm: Tensor
+    grad_norm: Tensor  # global gradient norm before clipping, an fp64 scalar in host memory
     lr: float
-    skipped: str | None
-    votes: tuple[int, ...]
-    diagnosis: Diagnosis | None = None
-    spike: str | None = None
-    clip_limit: float = math.inf
+    skipped: str | None  # why the weights were left as they are, or None
+    votes: tuple[int, ...]  # summed over ranks
+    diagnosis: Diagnosis | None = None  # the cause, where something was not finite
+    spike: str | None = None  # which limit of the spike guard the step exceeds, in words, or None
+    clip_limit: float = math.inf  # the norm that gradients may have, infinite if it has no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +90,8 @@ class Evaluation:
 
 class BatchWeight:
     """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
-
-    Args:
-        counts: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`.
-        group: ranks with different samples.
-        loss_scale: the fp16 loss scale, a further factor of `value`.
-    """
+    `counts`: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`. `loss_scale`:
+    the fp16 loss scale, a further factor of `value`."""
 
     def __init__(self, counts: Tensor, group: Group, loss_scale: float) -> None:
         self.counts, self._loss_scale = counts, loss_scale
@@ -137,59 +109,40 @@ class BatchWeight:
 
 
 class TrainStep:
-    """A task's model on this rank, with its optimizer, and the steps that train it.
-
-    A step is `compute_gradients`, then `update_weights`. What the caller does between the two overlaps with
-    the work of an accelerator.
-
-    Args:
-        task: the model and its loss.
-        config: resolved.
-        mesh: this rank's groups and device.
-
-    Attributes:
-        step: steps taken.
-        model: this rank's part of the model.
-        update: the optimizer, and the checks before its step.
-        hooks: what else takes part.
-        dataset: that microbatches come from in order, if it is known.
-        rate: learning rate of the next step, where the caller sets it; None: that of the configuration.
-        not_finite: the steps since the last update or load that were not finite, and had a diagnosis.
-    """
+    """A task's model on this rank, with its optimizer, and the steps that train it. A step is `compute_gradients`, then
+    `update_weights`. What the caller does between the two overlaps with the work of an accelerator. `task`: the model
+    and its loss. `mesh`: this rank's groups and device."""
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
         self.task, self.config, self.mesh = task, config, mesh
         watchdog().note_mesh(config, mesh)
-        self.model = parallelize(task, config, mesh)
+        self.model = parallelize(task, config, mesh)  # this rank's part of the model
+        # The optimizer, and the checks before its step.
         self.update = WeightUpdate(
             self.model.data_parallel,
             mesh,
             config,
             shared=self.model.shared,
         )
-        self.hooks = step_hooks(self.model, config, mesh)
+        self.hooks = step_hooks(self.model, config, mesh)  # what else takes part
         self.step = 0
         self._ramp = config.batch_sizes if config.rampup.rampup_batch_size else None
         self._decoupled = config.optimizer.decoupled
-        self.dataset: Any = None
+        self.dataset: Any = None  # that microbatches come from in order, if it is known
+        # Learning rate of the next step, where the caller sets it; None: that of the configuration.
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
+        # The steps since the last update or load that were not finite, and had a diagnosis.
         self.not_finite: list[StepResult] = []
         self._summed_loss: Tensor | None = None
 
     def compute_gradients(self, microbatches: Sequence[Any]) -> None:
-        """Forward and backward of this replica's microbatches.
-
-        This must not wait for an accelerator: no `float`, `item` or `tolist` of a tensor on the device, and no copy of
-        a tensor from the host. tests/accelerator/test_synchronizations.py checks it. Only a replay waits.
-
-        Args:
-            microbatches: this data-parallel rank's share of the global batch, on the device.
-
-        Raises:
-            SilentCorruption: a microbatch that was computed again gave other numbers.
-        """
+        """Forward and backward of this replica's microbatches. This must not wait for an accelerator: no `float`,
+        `item` or `tolist` of a tensor on the device, and no copy of a tensor from the host.
+        tests/accelerator/test_synchronizations.py checks it. Only a replay waits. `microbatches`: this data-parallel
+        rank's share of the global batch, on the device. Raises SilentCorruption where a microbatch that was computed
+        again gave other numbers."""
         self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
         for hook in self.hooks:
             hook.before_gradients(self, microbatches)
@@ -201,13 +154,9 @@ class TrainStep:
             self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
 
     def begin(self, counts: Tensor, *, updates: bool = True) -> BatchWeight:
-        """Begin a step: drop the gradients of the last one.
-
-        Args:
-            counts: of this rank's microbatches of the step together, fp64 of the loss's shape; replaced by the global
-                batch's.
-            updates: whether the weights are updated from these gradients.
-        """
+        """Begin a step: drop the gradients of the last one. `counts`: of this rank's microbatches of the step together,
+        fp64 of the loss's shape; replaced by the global batch's. `updates`: whether the weights are updated from these
+        gradients."""
         scale = self.update.scaler.scale
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         sums_gradients = self.update.optimizer.begin_step(self.update.updates)
@@ -218,12 +167,8 @@ class TrainStep:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Backward of a microbatch whose forward the caller has run, between `begin` and `update_weights`; of a model
-        without pipeline.
-
-        Args:
-            loss: summed over what `begin` counts, a scalar.
-            is_last: whether it is the step's last microbatch.
-        """
+        without pipeline. `loss`: summed over what `begin` counts, a scalar. `is_last`: whether it is the step's last
+        microbatch."""
         assert self._weight is not None, "begin comes first"
         data_parallel, summed = self.model.data_parallel, loss.detach().double()
         data_parallel.begin_backward(0, last=is_last, all_weights=True)
@@ -234,15 +179,14 @@ class TrainStep:
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
 
-        The decision waits for an accelerator, once.
-
-        Args:
-            votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
+        The decision waits for an accelerator, once. `votes`: this rank's terms of further sums over all ranks; the same
+        number of them on every rank.
 
         Raises:
-            SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are; or the
-                last of many steps in a row that were not finite is finite if it is computed again.
-            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes or not finite.
+            SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are; or
+                the last of many steps in a row that were not finite is finite if it is computed again.
+            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes or not
+                finite.
             TrainingStopped: ranks took part in an operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
@@ -304,12 +248,9 @@ class TrainStep:
         return _joined(hook.figures() for hook in self.hooks)
 
     def require_finite(self) -> None:
-        """Check weights and moments before they are saved; all ranks call this together.
-
-        Raises:
-            SilentCorruption: one of them is not finite, and its copies on other ranks are.
-            TrainingDiverged: one of them is not finite.
-        """
+        """Check weights and moments before they are saved; all ranks call this together. Raises SilentCorruption
+        where one of them is not finite, and its copies on other ranks are; TrainingDiverged where one of them is not
+        finite."""
         if non_finite := self.update.non_finite_state():
             fault = observers().fault_in_words(self, non_finite)
             ending = TrainingDiverged if fault is None else SilentCorruption
@@ -330,11 +271,9 @@ class TrainStep:
     @property
     def suspects_weights(self) -> bool:
         """Whether two or more steps with these weights were not finite, and neither the data nor a machine is to blame.
-
         Spikes and overflows of a dynamic loss scale between them tell nothing about that. An overflow at the smallest
         loss scale is none of these steps either: with these weights the loss is finite, so that --precision bf16 can go
-        on from them.
-        """
+        on from them."""
         found = [each.diagnosis for each in self.not_finite if each.diagnosis is not None]
         if any(each.cause in ("data", "hardware") for each in found):
             return False
@@ -358,11 +297,7 @@ class TrainStep:
     @section(Phase.EVALUATE)
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
         """The task's evaluation over global batches, with --ema-decay eval of the average of the weights; dropout is
-        off.
-
-        Args:
-            batches: this replica's microbatches of each, on the device.
-        """
+        off. `batches`: this replica's microbatches of each, on the device."""
         sums = torch.zeros(2, *self.task.evaluation_shape, dtype=torch.float64, device=self.mesh.device)
         average = self.update.average if self.config.average.eval_ema else None
         with nullcontext() if average is None else average.as_weights():
@@ -412,19 +347,15 @@ class TrainStep:
         with_optimizer: bool = True,
         with_progress: bool = True,
     ) -> Manifest:
-        """Continue from a checkpoint, of any layout; all ranks call this together.
+        """Continue from a checkpoint, of any layout; all ranks call this together. Returns the checkpoint's manifest,
+        with the position in the data. Raises CheckpointError where a file is missing or damaged, or a tensor is missing
+        or of another shape, each by name.
 
         Args:
             directory: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
             buffers: to fill, by global name.
             with_optimizer: whether to continue with the optimizer's state and the loss scale, instead of new ones.
             with_progress: whether to continue at the checkpoint's step, instead of step 0.
-
-        Returns:
-            The checkpoint's manifest, with the position in the data.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
         directory, manifest = read_together(directory, self.mesh.world)
         if self.task.layers_from == "configuration" and manifest.has_own_layers:

@@ -25,11 +25,9 @@ _REASONS: tuple[signal.Signals | str, ...] = (*ENDING, _DURATION, _INTERVAL, _RE
 
 
 def prepare_signals() -> None:
-    """Say what signals do until training handles them. A program calls this first: loading torch takes seconds.
-
-    SIGINT ends it without a traceback from every rank. SIGUSR1 asks for a save, for which there is nothing yet: it must
-    not end the rank.
-    """
+    """Say what signals do until training handles them. A program calls this first: loading torch takes seconds. SIGINT
+    ends it without a traceback from every rank. SIGUSR1 asks for a save, for which there is nothing yet: it must not
+    end the rank."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if signal.getsignal(_SAVE) is signal.SIG_DFL:
@@ -42,28 +40,17 @@ def _pass(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all ranks do after a step.
+    """What all ranks do after a step."""
 
-    Attributes:
-        stop: why the run ends now, or None.
-        some_rank_waits: whether a rank is not ready yet to agree on a save.
-        save: whether a rank was asked to save now.
-    """
-
-    stop: str | None = None
-    some_rank_waits: bool = False
-    save: bool = False
+    stop: str | None = None  # why the run ends now, or None
+    some_rank_waits: bool = False  # whether a rank is not ready yet to agree on a save
+    save: bool = False  # whether a rank was asked to save now
 
 
 class StopRequests:
-    """Requests to this rank to end the run or to save; inside this context signals are such requests.
-
-    SIGINT, SIGTERM and SIGUSR2 end the run, SIGUSR1 saves. After one that ends the run the handlers stay: a second
-    signal must not end the process in another way.
-
-    Args:
-        options: when the run ends early.
-    """
+    """Requests to this rank to end the run or to save; inside this context signals are such requests. SIGINT, SIGTERM
+    and SIGUSR2 end the run, SIGUSR1 saves. After one that ends the run the handlers stay: a second signal must not end
+    the process in another way. `options`: when the run ends early."""
 
     def __init__(self, options: CheckpointConfig) -> None:
         self._options = options
@@ -95,15 +82,8 @@ class StopRequests:
         self._request = self._request or reason
 
     def votes(self, step: int, *, waiting: bool) -> list[int]:
-        """This rank's votes, which are summed over ranks in a step.
-
-        Args:
-            step: the current one.
-            waiting: whether this rank is not ready yet to agree on a save.
-
-        Returns:
-            0 or 1 for each reason to stop, then for waiting, then for a save.
-        """
+        """This rank's votes, which are summed over ranks in a step. `waiting`: whether this rank is not ready yet to
+        agree on a save. Returns 0 or 1 for each reason to stop, then for waiting, then for a save."""
         local_reason = self._reason(step)
         return [*(int(reason == local_reason) for reason in _REASONS), int(waiting), int(self._save)]
 

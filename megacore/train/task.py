@@ -1,8 +1,6 @@
-"""A task: a model's layers, the inputs of a microbatch, and the loss of the output.
-
-The trainer, the pipeline and the recipe (parallelize.py) ask it for all that depends on the model. GPT's is in
-gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py.
-"""
+"""A task: a model's layers, the inputs of a microbatch, and the loss of the output. The trainer, the pipeline and the
+recipe (parallelize.py) ask it for all that depends on the model. GPT's is in gpt_task.py, BERT's in bert_task.py, that
+of any list of layers in plain_task.py."""
 
 from __future__ import annotations
 
@@ -34,26 +32,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Task(ABC):
     """A model and its loss.
 
-    A loss is one sum or several, each with a count. Each sum is divided by its count over the global batch, on
-    any ranks and in any microbatches. Training minimizes the sum of these means.
+    A loss is one sum or several, each with a count. Each sum is divided by its count over the global batch, on any
+    ranks and in any microbatches. Training minimizes the sum of these means.
 
     Args:
         layers: specs of the whole model.
         streams: the source of the layers' dropout masks.
         loss_names: of the loss's sums, under which their means are reported; none if the loss is one sum, a scalar.
         evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
-
-    Attributes:
-        blocks: where sums over features, heads and positions are cut, for --reproducible.
-        batch_type: of microbatches.
-        loss_shape: of the loss's sums and counts; () is a scalar.
-        evaluation_shape: of an evaluation's sums and counts.
-        layers_from: what describes the layers: the configuration, a program for the model of a configuration, or only
-            the caller.
     """
 
-    blocks: Blocks = ONE_BLOCK
+    blocks: Blocks = ONE_BLOCK  # where sums over features, heads and positions are cut, for --reproducible
     batch_type: type[Batch] = Microbatch
+    # What describes the layers: the configuration, a program for the model of a configuration, or only the caller.
     layers_from: Literal["configuration", "program", "caller"] = "caller"
 
     def __init__(
@@ -66,6 +57,8 @@ class Task(ABC):
     ) -> None:
         self.layers, self.streams = list(layers), streams
         self.loss_names, self.evaluation_names = loss_names, evaluation_names
+        # `evaluation_shape`: of an evaluation's sums and counts.
+        # `loss_shape`: of the loss's sums and counts; () is a scalar.
         self.loss_shape, self.evaluation_shape = (
             (len(names),) if names else () for names in (loss_names, evaluation_names)
         )
@@ -94,22 +87,14 @@ class Task(ABC):
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
         """What the model's last layer gets beside the output of the layer before it: what it computes the loss from,
-        where it does.
-
-        Args:
-            weight: what backward will multiply the loss by; None: there is no backward, or another weight.
-            microbatch: that is computed.
-        """
+        where it does. `weight`: what backward will multiply the loss by; None: there is no backward, or another
+        weight."""
         return ()
 
     @abstractmethod
     def loss(self, output: Any, microbatch: Any) -> Tensor:
-        """The loss summed over the microbatch, or several sums: fp32, of `loss_shape`.
-
-        Args:
-            output: of the last layer.
-            microbatch: from which it was computed.
-        """
+        """The loss summed over the microbatch, or several sums: fp32, of `loss_shape`. `microbatch`: from which it was
+        computed."""
 
     @abstractmethod
     def counts(self, microbatch: Any) -> Tensor:
@@ -132,12 +117,10 @@ class TransformerTask(Task):
     """What GPT and BERT share: a configured model on tokens, whose loss is a cross-entropy.
 
     Args:
-        config: resolved.
         context: with which the layers were described.
         layers: specs of the whole model.
         weights: where initial values come from.
         loss_names: as for `Task`.
-        evaluation_names: likewise.
     """
 
     def __init__(

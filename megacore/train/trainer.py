@@ -1,8 +1,6 @@
-"""The training loop, the same for every model and every layout.
-
-Next batch, train step, log, evaluate, save. A step is in step.py, the logged figures in metrics.py, saving in
-saving.py; whatever else watches a run is a callback (callbacks.py).
-"""
+"""The training loop, the same for every model and every layout. Next batch, train step, log, evaluate, save. A step is
+in step.py, the logged figures in metrics.py, saving in saving.py; whatever else watches a run is a callback
+(callbacks.py)."""
 
 from __future__ import annotations
 
@@ -35,17 +33,11 @@ class Trainer:
     """Trains a task on this rank of the mesh.
 
     Args:
-        config: resolved.
         mesh: this rank's groups and device.
         task: the model's layers and its loss.
         train_data: training samples; at least as many as train_iters steps take.
         valid_data: validation samples, of one set or `NamedSets`, or None for no evaluation.
         callbacks: of this rank. They are called after those of the trainer.
-
-    Attributes:
-        decision: what all ranks do after the last step.
-        loaded: the manifest of the checkpoint that the run resumes from, or None.
-        extended: the last rollback, if it skips more than before this start.
     """
 
     def __init__(
@@ -69,13 +61,14 @@ class Trainer:
         self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else location(config.checkpoint.load)
         with_optimizer = config.start.load_optim and not config.training.skip_train
+        # The manifest of the checkpoint that the run resumes from, or None.
         self.loaded = None if load is None else self._resume(load, with_optimizer=with_optimizer)
         source = config.start.pretrained_checkpoint
         self._base = base_mark(None if config.lora.lora_rank is None else source)
         source = None if self._base else source  # the task has read it
         if self.loaded is None and source is not None:
             self.train_steps.load(location(source), with_optimizer=False, with_progress=False)
-        self.extended: Rollback | None = None
+        self.extended: Rollback | None = None  # the last rollback, if it skips more than before this start
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
             self.extended = self.rollbacks.extend(self.loaded)
@@ -85,6 +78,7 @@ class Trainer:
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self._valid_names = valid_data.names if isinstance(valid_data, NamedSets) else ("",)
+        # `decision`: what all ranks do after the last step.
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self._owes_save = False
         self.clock = StepClock(mesh.device, self.step)
@@ -175,11 +169,8 @@ class Trainer:
         return self.step >= self.config.training.train_iters or self.decision.stop is not None
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult:
-        """One update of the weights; sets `decision`, on which all ranks agree.
-
-        Args:
-            microbatches: this data-parallel rank's share of the global batch, on the device.
-        """
+        """One update of the weights; sets `decision`, on which all ranks agree. `microbatches`: this data-parallel
+        rank's share of the global batch, on the device."""
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
         if Current.heartbeat is not None:
@@ -206,16 +197,9 @@ class Trainer:
 
     def roll_back(self, spike: str) -> bool:
         """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
-
-        Args:
-            spike: what is wrong with the last step.
-
-        Returns:
-            False: the first save has just failed, there is no checkpoint, and the step is only skipped.
-
-        Raises:
-            TrainingDiverged: the run must stop instead, or there are not enough samples left.
-        """
+        `spike`: what is wrong with the last step. Returns false: the first save has just failed, there is no
+        checkpoint, and the step is only skipped. Raises TrainingDiverged where the run must stop instead, or there are
+        not enough samples left."""
         self.saving.finish()
         if self.saving.newest is None:
             return False
@@ -245,12 +229,7 @@ class Trainer:
 
     @section(Phase.SINK)
     def log(self, result: StepResult, times: StepTimes) -> None:
-        """Report a step; all ranks call this together.
-
-        Args:
-            result: of the last step.
-            times: how long a step took, on average since the last log.
-        """
+        """Report a step; all ranks call this together. `times`: how long a step took, on average since the last log."""
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
         further = {**self.train_steps.figures(), **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.call(Callback.on_log, {**self._position(), **figures, **further})
@@ -274,10 +253,7 @@ class Trainer:
     def save(self, *, is_last: bool = True) -> None:
         """Publish a checkpoint of the current step. While steps are skipped it waits for the next update, and weights
         in doubt are not saved, so that a run that diverges goes on from sound ones; the last is published in any case.
-
-        Args:
-            is_last: whether to wait until it is written, with --async-save too.
-        """
+        `is_last`: whether to wait until it is written, with --async-save too."""
         at = f"step {self.step}/{self.config.training.train_iters}"
         if not is_last and self.update.skipped_in_a_row:
             if not self._owes_save:
@@ -307,11 +283,8 @@ class Trainer:
         self.callbacks.say(text)
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
-
-        Args:
-            reason: as in the last line of the output: "stopped by {reason}".
-        """
+        """End the run after the next step, on all ranks, with a checkpoint; any rank may ask. `reason`: as in the last
+        line of the output: "stopped by {reason}"."""
         self.stop_requests.request(reason)
 
     def unclocked(self) -> AbstractContextManager[None]:

@@ -1,8 +1,6 @@
-"""What a run asks its watchdog: to watch this process, why others have ended, which rank is slow.
-
-The watchdog, `megacore.watch`, is optional: a tree without it trains as `Watchdog` says, and a hang lasts until the
-collective's own timeout. This module alone knows where it is, and loads no torch.
-"""
+"""What a run asks its watchdog: to watch this process, why others have ended, which rank is slow. The watchdog,
+`megacore.watch`, is optional: a tree without it trains as `Watchdog` says, and a hang lasts until the collective's own
+timeout. This module alone knows where it is, and loads no torch."""
 
 from __future__ import annotations
 
@@ -26,12 +24,8 @@ class Watchdog:
 
     def begin(self, config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
         """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already.
-
-        Args:
-            config: resolved.
-            leaves_if_hung: whether the process is the trainer's, which ends with a status of its own. A program of
-                one's own may handle the signal.
-        """
+        `leaves_if_hung`: whether the process is the trainer's, which ends with a status of its own. A program of one's
+        own may handle the signal."""
         if config.watch.hang_timeout_minutes and os.environ.get("RANK", "0") == "0":
             _say_that_it_is_missing()
 
@@ -59,9 +53,7 @@ class Watchdog:
 
     def reported_hang(self) -> bool:
         """Whether the watchdog has said why the run ends, such as a hang, and ends it: nobody else is to say anything.
-
-        What it said is left for the launcher, which asks every rank.
-        """
+        What it said is left for the launcher, which asks every rank."""
         return False
 
     def left_their_order(self) -> str:
@@ -71,28 +63,16 @@ class Watchdog:
 
     def died_silently(self, within_seconds: float) -> str:
         """Names the ranks of this node that have ended and have not said why; empty if there are none.
-
-        Args:
-            within_seconds: to wait for the first of them.
-        """
+        `within_seconds`: to wait for the first of them."""
         return ""
 
     def different_operations(self, step: int, mesh: Mesh) -> str:
         """In which operation ranks took part with different sizes, and which rank is wrong; all call this together.
-
-        Args:
-            step: in which the votes on operations (megacore/parallel/heartbeat.py) differed.
-            mesh: this rank's groups.
-        """
+        `step`: in which the votes on operations (megacore/parallel/heartbeat.py) differed."""
         raise AssertionError("without a heartbeat no rank votes")
 
     def callbacks(self, mesh: Mesh, *, first_step: int) -> list[Callback]:
-        """Those that name slow ranks; all ranks call this together.
-
-        Args:
-            mesh: this rank's groups.
-            first_step: steps done before this run.
-        """
+        """Those that name slow ranks; all ranks call this together. `first_step`: steps done before this run."""
         return []
 
 

@@ -40,21 +40,13 @@ from megacore.zero.options import ZeroOptions
 
 @dataclass(eq=False)
 class Member:
-    """A parameter in its bucket.
+    """A parameter in its bucket."""
 
-    Attributes:
-        parameter: a view of the bucket's buffer.
-        number: in the bucket.
-        elements: of the flat buffer.
-        has_terms: whether the sum of its gradients over the step has begun.
-        norm: of its gradients before a sum over ranks that are not replicas, where it was recorded.
-    """
-
-    parameter: ShardedParameter
-    number: int
-    elements: slice
-    has_terms: bool = False
-    norm: Tensor | None = None
+    parameter: ShardedParameter  # a view of the bucket's buffer
+    number: int  # in the bucket
+    elements: slice  # of the flat buffer
+    has_terms: bool = False  # whether the sum of its gradients over the step has begun
+    norm: Tensor | None = None  # of its gradients before a sum over ranks that are not replicas, where it was recorded
 
     @property
     def name(self) -> str:
@@ -63,21 +55,16 @@ class Member:
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way. It keeps its source alive.
+    """A reduction under way. It keeps its source alive."""
 
-    Attributes:
-        pending: to wait for.
-        result: where the sum arrives.
-        source: the gradients that are summed.
-    """
-
-    pending: Pending
-    result: Tensor
-    source: Tensor
+    pending: Pending  # to wait for
+    result: Tensor  # where the sum arrives
+    source: Tensor  # the gradients that are summed
 
 
 class Bucket:
-    """Parameters in one flat buffer.
+    """Parameters in one flat buffer. `first_layer`: the layer whose backward completes their gradients. `master`: this
+    rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is in host memory.
 
     Args:
         parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
@@ -86,22 +73,6 @@ class Bucket:
         across: ranks of other such groups that hold the same shard.
         streams: of copies; with `offload_params`.
         busy: the work of each rank of the group in buckets made before, see `FlatLayout`.
-
-    Attributes:
-        members: the parameters.
-        segments: the parts of parameters in this rank's shard.
-        chunk: number of the pipeline stage on this rank that uses the parameters first.
-        first_layer: number of the layer that does: once backward has passed it, the gradients are complete.
-        is_shared: whether further stages of this rank use a parameter.
-        unsplit: names of the parameters that no shard splits.
-        learns: whether the parameters have gradients; of those that have none this is all that there is.
-        master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
-            in host memory.
-        users: numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
-        in_place: gradients stay where autograd puts them: nothing is summed over ranks, and nothing converted.
-        gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
-        compressed: sums of gradients, or of the momentum, in a compressed format; None: there are none.
-        sums_gradients: whether the gradients of the step under way are summed over the group.
     """
 
     def __init__(
@@ -120,14 +91,15 @@ class Bucket:
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         specs, optimizer = [parameter.spec for parameter in parameters], options.optimizer
+        # Whether the parameters have gradients; of those that have none this is all that there is.
         self.learns = self.parameters[0].requires_grad
         unsplit = [s for s in specs if self.learns and optimizer.takes_whole(s.name, s.shape)]
         whole = {s.name: optimizer.work_of(s.shape) for s in unsplit}
-        self.unsplit = set(whole)
+        self.unsplit = set(whole)  # names of the parameters that no shard splits
         self.layout = FlatLayout(parameters, shards, whole, unit=options.shard_unit, busy=busy if shards > 1 else ())
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.members = [Member(p, i, self.layout.slice_of(p.spec.name)) for i, p in enumerate(self.parameters)]
-        self.segments: list[Segment] = self.layout.segments(rank)
+        self.segments: list[Segment] = self.layout.segments(rank)  # the parts of parameters in this rank's shard
         by_name = {member.name: member for member in self.members}
         self._member_at = {segment.offset: by_name[segment.name] for segment in self.segments}
         self._move_parameters()
@@ -135,12 +107,15 @@ class Bucket:
         if options.offload_params:
             assert streams is not None and options.stage == 3 and options.offload
             self._host = HostShard(self._shard_params, group, streams, sum_dtype=options.sum_dtype)
+        # Numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
         self.users: set[int] = set()
+        # `gathers`: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps.
         self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
+        # Gradients stay where autograd puts them: nothing is summed over ranks, and nothing converted.
         self.in_place = self._forgets and not options.one_pass
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
@@ -150,12 +125,13 @@ class Bucket:
         self._awaited: set[Member] = set()  # those whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
         self._checked = [s.name for s in self.segments] if self._keeps_others else [m.name for m in self.members]
+        # Sums of gradients, or of the momentum, in a compressed format; None: there are none.
         self.compressed: CompressedSum | None = None
         if options.code is not None and group.size > 1:
             self.compressed = CompressedSum(
                 self.layout.size, group, options.code, device=self._device, passes_on=options.stage == 0
             )
-        self.sums_gradients = True
+        self.sums_gradients = True  # whether the gradients of the step under way are summed over the group
         self._compresses = False  # gradients, in the step under way
         self._loss_scale = 1.0
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
@@ -163,8 +139,8 @@ class Bucket:
         self._host_gradients = self._on_host(options.summed_dtype) if downloads else None
         self._download_event: torch.Event | None = None
         self._runs: list[weakref.ref[LocalRun]] = []
-        self.chunk = self.first_layer = 0
-        self.is_shared = False
+        self.chunk = self.first_layer = 0  # number of the pipeline stage on this rank that uses the parameters first
+        self.is_shared = False  # whether further stages of this rank use a parameter
         self.release()
 
     @property
@@ -181,11 +157,9 @@ class Bucket:
     # ---- parameters
 
     def _move_parameters(self) -> None:
-        """Move the parameters into a flat buffer: all of them, this rank's shard of them, and its master weights.
-
-        One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
-        stage 3 only the shard is kept, and the flat buffer is made only after the last has moved.
-        """
+        """Move the parameters into a flat buffer: all of them, this rank's shard of them, and its master weights. One
+        parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On stage 3
+        only the shard is kept, and the flat buffer is made only after the last has moved."""
         stage, dtype = self.options.stage, self.options.compute_dtype
         shapes = [parameter.shape for parameter in self.parameters]
         segment_of = {segment.name: segment for segment in self.segments}
@@ -263,10 +237,7 @@ class Bucket:
 
     def publish(self, *, written: bool = False) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'.
-
-        Args:
-            written: whether the optimizer has written `shard_to_write` already.
-        """
+        `written`: whether the optimizer has written `shard_to_write` already."""
         self._end_gathering()
         if self._host is not None:
             self._host.wait_for_reads()
@@ -296,13 +267,9 @@ class Bucket:
     # ---- gradients
 
     def begin_step(self, loss_scale: float, *, sums_gradients: bool = True, compresses: bool = True) -> None:
-        """Drop the gradients of the last step.
-
-        Args:
-            loss_scale: a factor of the next step's gradients.
-            sums_gradients: whether they are summed over the group; otherwise each rank keeps its own, of stage 0.
-            compresses: whether they are sent as `options.compression` says; otherwise as they are.
-        """
+        """Drop the gradients of the last step. `loss_scale`: a factor of the next step's gradients. `sums_gradients`:
+        whether they are summed over the group; otherwise each rank keeps its own, of stage 0. `compresses`: whether
+        they are sent as `options.compression` says; otherwise as they are."""
         assert sums_gradients or self.options.stage == 0 or self.group.size == 1
         self._compresses = compresses and self.options.compression != "none" and self.group.size > 1
         self.sums_gradients, self._loss_scale = sums_gradients or self.group.size == 1, loss_scale
@@ -489,11 +456,7 @@ class Bucket:
 
     def gradient(self, elements: slice) -> Tensor | None:
         """The reduced gradient of a segment or run, flat, on the device; None where no loss used the parameters. With
-        `offload_params` it is a copy: `write_gradient` keeps what is changed of it.
-
-        Args:
-            elements: of the shard.
-        """
+        `offload_params` it is a copy: `write_gradient` keeps what is changed of it."""
         if self._host is not None:
             return self._host.gradients(elements) if self._host.has_gradients else None
         if self.in_place:
@@ -502,12 +465,7 @@ class Bucket:
         return None if self._shard_gradients is None else self._shard_gradients[elements]
 
     def write_gradient(self, elements: slice, gradient: Tensor) -> None:
-        """Keep a gradient that `gradient` gave, and that has been changed in place.
-
-        Args:
-            elements: of the shard.
-            gradient: of these.
-        """
+        """Keep a gradient that `gradient` gave, and that has been changed in place."""
         if self._host is not None:
             self._host.write(elements, gradient)
 
@@ -608,10 +566,7 @@ class Bucket:
 
     def gather(self, shard: Tensor) -> dict[str, Tensor]:
         """Complete local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
-
-        Raises:
-            PeerFailed: another rank has no memory for them.
-        """
+        Raises PeerFailed where another rank has no memory for them."""
         if self.options.stage == 0:
             gathered = shard.to(self._device)
         else:

@@ -23,30 +23,20 @@ from megacore.parallel.mesh import Group
 
 
 class Code(ABC):
-    """Writes blocks of numbers as bytes.
-
-    A value that is not finite makes what is read of its block not finite, so that the step is skipped on every rank.
-    """
+    """Writes blocks of numbers as bytes. A value that is not finite makes what is read of its block not finite, so that
+    the step is skipped on every rank."""
 
     format: ClassVar[Format]
 
     @abstractmethod
     def encode(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """uint8 [blocks, block_bytes]
-
-        Args:
-            x: fp32 [blocks, block].
-            mask: bool, of the same shape: which elements count. The others are 0. None: all.
-        """
+        """uint8 [blocks, block_bytes] `x`: fp32 [blocks, block]. `mask`: bool, of the same shape: which elements count.
+        The others are 0. None: all."""
 
     @abstractmethod
     def decode(self, message: Tensor, mask: Tensor | None) -> Tensor:
-        """fp32 [blocks, block]; 0 where the mask is not set.
-
-        Args:
-            message: uint8 [blocks, block_bytes].
-            mask: as for `encode`.
-        """
+        """fp32 [blocks, block]; 0 where the mask is not set. `message`: uint8 [blocks, block_bytes]. `mask`: as for
+        `encode`."""
 
 
 class SignCode(Code):
@@ -112,20 +102,17 @@ class CompressedSum:
     Args:
         size: elements of the tensors, a multiple of the code's block.
         group: of two ranks or more.
-        code: of what is sent.
         device: where the errors are kept.
         passes_on: whether every rank gets the whole sum; otherwise each its part.
-
-    Attributes:
-        worker_error: what this rank's messages have left out of its terms, fp32 [blocks, block].
-        server_error: what its messages have left out of its part of the sums, likewise; None: it sends none.
     """
 
     def __init__(self, size: int, group: Group, code: Code, *, device: torch.device, passes_on: bool) -> None:
         block = code.format.block
         self._size, self._group, self._code = size, group, code
         self._part = -(-size // (block * group.size))  # blocks
+        # What this rank's messages have left out of its terms, fp32 [blocks, block].
         self.worker_error = torch.zeros(self._part * group.size, block, device=device)
+        # What its messages have left out of its part of the sums, likewise; None: it sends none.
         self.server_error = torch.zeros(self._part, block, device=device) if passes_on else None
         self._mask: Tensor | None = None
         self._exchange: PartsExchanged | None = None
@@ -142,11 +129,8 @@ class CompressedSum:
         return [held for held in (self.worker_error, self.server_error, self._mask) if held is not None]
 
     def restrict(self, counted: Tensor) -> None:
-        """From now on only some elements are summed; the others are 0 everywhere.
-
-        Args:
-            counted: bool [size], the same on every rank.
-        """
+        """From now on only some elements are summed; the others are 0 everywhere. `counted`: bool [size], the same on
+        every rank."""
         self._mask = torch.zeros_like(self.worker_error, dtype=torch.bool)
         self._mask.view(-1)[: self._size] = counted
         self.worker_error.mul_(self._mask)
@@ -154,12 +138,8 @@ class CompressedSum:
             self.server_error.mul_(self._mask.view(-1)[self.part].view_as(self.server_error))
 
     def begin(self, terms: Tensor, scale: float = 1.0) -> None:
-        """Begin to sum.
-
-        Args:
-            terms: of this rank, flat [size]; may change once this returns.
-            scale: a factor of the terms; errors are kept without it.
-        """
+        """Begin to sum. `terms`: of this rank, flat [size]; may change once this returns. `scale`: a factor of the
+        terms; errors are kept without it."""
         x, group = self.worker_error, self._group
         x.view(-1)[: self._size].add_(terms, alpha=1.0 / scale)
         if self._mask is not None:
@@ -193,11 +173,8 @@ class CompressedSum:
         return None if self._mask is None else self._mask.view(-1)[self.part].view(self._part, -1)
 
     def gathered_server_error(self, whole: Tensor) -> Tensor:
-        """The errors of all parts, fp32 [size]; the ranks of the group call this together.
-
-        Args:
-            whole: memory for them, flat, as large as `worker_error`.
-        """
+        """The errors of all parts, fp32 [size]; the ranks of the group call this together. `whole`: memory for them,
+        flat, as large as `worker_error`."""
         assert self.server_error is not None
         start_all_gather(whole, self.server_error.view(-1), self._group).wait()
         return whole[: self._size]

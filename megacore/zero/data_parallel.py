@@ -45,13 +45,9 @@ CHECKED_IN = 16
 
 
 class GradientObserver(Protocol):
-    """Sees the gradients of a rank's parameters as backward computes them.
+    """Sees the gradients of a rank's parameters as backward computes them."""
 
-    Attributes:
-        discards: whether they are dropped instead of added up.
-    """
-
-    discards: bool
+    discards: bool  # whether they are dropped instead of added up
 
     def see(self, name: str, gradient: Tensor) -> None:
         """A gradient of the parameter `name`, or the sum of what has been computed of it so far."""
@@ -59,17 +55,11 @@ class GradientObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteGradient:
-    """A parameter with a gradient that is not finite.
+    """A parameter with a gradient that is not finite."""
 
-    Attributes:
-        chunk: number of its pipeline stage on its rank.
-        position: its number among the rank's parameters, in the order of their use.
-        name: its global name.
-    """
-
-    chunk: int
-    position: int
-    name: str
+    chunk: int  # number of its pipeline stage on its rank
+    position: int  # its number among the rank's parameters, in the order of their use
+    name: str  # its global name
 
 
 class DataParallel:
@@ -77,22 +67,13 @@ class DataParallel:
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
-            holds parameters of two, as their gradients are complete at different times. They may come from generators
-            that build them: on stage 3 a layer is sharded before the next one is built.
-        mesh: this rank's groups.
+            holds parameters of two, as their gradients are complete at different times. They may come from
+            generators that build them: on stage 3 a layer is sharded before the next one is built.
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
-            large group (see `grown`); on stage 3 a bucket holds a layer.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more
+            in a large group (see `grown`); on stage 3 a bucket holds a layer.
         separate: global names of parameters that each get a separate bucket (tied ones, whose gradients are summed
             over pipeline ranks too).
-
-    Attributes:
-        parameters: of the rank that learn, each once, in the order of their use.
-        buckets: of the parameters, the last used first.
-        frozen_buckets: of further parameters, which do not learn.
-        layers: of all stages of the rank, in the order of their use.
-        runs: that this rank updates.
-        segments: that the runs consist of.
     """
 
     def __init__(
@@ -111,9 +92,9 @@ class DataParallel:
         self.options = options = options.for_group(mesh.replicas)
         self._busy: dict[ReplicaRole, list[float]] = {}  # work of the ranks of each group, with the buckets made
         self._chunks: list[list[Layer]] = []
-        self.parameters: list[ShardedParameter] = []
-        self.buckets: list[Bucket] = []
-        self.frozen_buckets: list[Bucket] = []
+        self.parameters: list[ShardedParameter] = []  # of the rank that learn, each once, in the order of their use
+        self.buckets: list[Bucket] = []  # of the parameters, the last used first
+        self.frozen_buckets: list[Bucket] = []  # of further parameters, which do not learn
         for chunk in chunks:
             self._add_chunk(chunk, bucket_bytes)
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
@@ -122,9 +103,11 @@ class DataParallel:
         # The bucket whose reduction began last, and whether all gradients of the step are in it.
         self._last_reduced: tuple[Bucket | None, bool] = None, False
         self._observer: GradientObserver | None = None
+        # That the runs consist of.
         self.segments = [local for bucket in reversed(self.buckets) for local in bucket.make_segments()]
-        self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]
+        self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]  # that this rank updates
         self._frozen = [run for run in self.runs if run.scale.frozen]
+        # Of all stages of the rank, in the order of their use.
         self.layers = [layer for chunk in self._chunks for layer in chunk]
         uses = Counter(parameter.spec.name for layer in self.layers for parameter in layer.parameters)
         self._inlets = [_Inlet(self, bucket, member) for bucket in self.buckets for member in bucket.members]
@@ -228,14 +211,8 @@ class DataParallel:
 
     def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
         """layer(x), with the layer's parameters present in forward and backward: below stage 3 they are, once what was
-        gathered after the last step has arrived.
-
-        Args:
-            chunk: number of the pipeline stage on this rank.
-            number: of the layer in it.
-            layer: that layer.
-            x: its input, a tensor or a tuple of tensors.
-        """
+        gathered after the last step has arrived. `chunk`: number of the pipeline stage on this rank. `number`: of the
+        layer in it. `x`: its input, a tensor or a tuple of tensors."""
         layers = self._chunks[chunk]
         here = layers[number]
         if self.options.stage < 3:
@@ -264,10 +241,8 @@ class DataParallel:
 
     @contextmanager
     def zeros_for_weights(self) -> Iterator[None]:
-        """Stage 3: layers that run inside compute with zeros instead of their parameters, which are not gathered.
-
-        The other replicas need not call this. For trials between steps that determine shapes.
-        """
+        """Stage 3: layers that run inside compute with zeros instead of their parameters, which are not gathered. The
+        other replicas need not call this. For trials between steps that determine shapes."""
         held = [*self.buckets, *self.frozen_buckets]
         for bucket in held:
             bucket.gathers = False
@@ -282,27 +257,18 @@ class DataParallel:
     # ---- gradients of a step
 
     def begin_step(self, loss_scale: float, *, sums_gradients: bool = True, compresses: bool = True) -> None:
-        """Drop the gradients of the last step.
-
-        Args:
-            loss_scale: a factor of the next step's gradients.
-            sums_gradients: whether replicas sum them; otherwise each rank keeps its own, on stage 0.
-            compresses: whether `compression` of the options applies. Gradients of no step of the optimizer go without
-                it, so that the errors of the compression stay as they are.
-        """
+        """Drop the gradients of the last step. `loss_scale`: a factor of the next step's gradients. `sums_gradients`:
+        whether replicas sum them; otherwise each rank keeps its own, on stage 0. `compresses`: whether `compression` of
+        the options applies. Gradients of no step of the optimizer go without it, so that the errors of the compression
+        stay as they are."""
         self._last_reduced = None, False
         for bucket in self.buckets:
             bucket.begin_step(loss_scale, sums_gradients=sums_gradients, compresses=compresses)
 
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
-        """The backward of a microbatch through a chunk begins.
-
-        Args:
-            chunk: number of the pipeline stage on this rank.
-            last: whether this is the step's last backward of the chunk.
-            all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
-                order instead of layer by layer.
-        """
+        """The backward of a microbatch through a chunk begins. `chunk`: number of the pipeline stage on this rank.
+        `last`: whether this is the step's last backward of the chunk. `all_weights`: whether backward needs all
+        parameters of the chunk at once, and computes their gradients in any order instead of layer by layer."""
         buckets = [b for b in self.buckets if b.chunk == chunk and not (b.is_shared or b.in_place)]
         for bucket in buckets:
             bucket.begin_backward()
@@ -318,11 +284,8 @@ class DataParallel:
 
     def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
         """Make a chunk's parameters ready for a backward, or for a forward that does not go through `run_layer`.
-
-        Args:
-            chunk: number of the pipeline stage on this rank.
-            all_weights: whether backward needs all of them at once; else it gets them layer by layer.
-        """
+        `chunk`: number of the pipeline stage on this rank. `all_weights`: whether backward needs all of them at once;
+        else it gets them layer by layer."""
         self._by_layer = not all_weights
         for layer in self._chunks[chunk] if all_weights else ():
             layer.acquire()
@@ -335,10 +298,8 @@ class DataParallel:
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
         """Gradients that are computed inside are shown to the observer. If it discards them, those of the step stay as
-        they are.
-
-        Not shown are gradients of parameters that several chunks of this rank use, which are added up as they come.
-        """
+        they are. Not shown are gradients of parameters that several chunks of this rank use, which are added up as they
+        come."""
         kept = [parameter.grad for parameter in self.parameters]
         if observer.discards:
             for parameter in self.parameters:
@@ -416,10 +377,7 @@ class DataParallel:
 
     def _begin_reductions(self, reached: int) -> None:
         """Begin the reductions that are due, in order, up to the first bucket that still waits for a gradient.
-
-        Args:
-            reached: backward has passed all layers after this one: a gradient that they have not computed is zero.
-        """
+        `reached`: backward has passed all layers after this one: a gradient that they have not computed is zero."""
         while self._due and (not self._due[0].awaits_gradients or self._due[0].first_layer > reached):
             self._reduce(self._due.pop(0))
 
@@ -508,20 +466,13 @@ class DataParallel:
 
 @dataclass(eq=False)
 class Layer:
-    """A layer of this rank.
+    """A layer of this rank."""
 
-    Attributes:
-        position: among the rank's layers.
-        parameters: that learn, each once.
-        buckets: of the parameters.
-        frozen: buckets of those that do not learn.
-        again: with exact sums, the parameters that an earlier layer uses too, by their name in the layer.
-    """
-
-    position: int
-    parameters: list[ShardedParameter]
-    buckets: list[Bucket] = field(default_factory=list)
-    frozen: list[Bucket] = field(default_factory=list)
+    position: int  # among the rank's layers
+    parameters: list[ShardedParameter]  # that learn, each once
+    buckets: list[Bucket] = field(default_factory=list)  # of the parameters
+    frozen: list[Bucket] = field(default_factory=list)  # buckets of those that do not learn
+    # With exact sums, the parameters that an earlier layer uses too, by their name in the layer.
     again: dict[str, ShardedParameter] = field(default_factory=dict)
 
     def run(self, module: nn.Module, x: Any) -> Any:
@@ -553,20 +504,15 @@ class Layer:
 
 class _Inlet:
     """Takes the gradients of a parameter as backward computes them: from autograd, and as a `GradientSum` from a
-    product or a look-up that adds them itself.
-
-    Attributes:
-        dropped: the sum of products that an observer discards.
-        is_seen: whether an observer has seen such a sum.
-    """
+    product or a look-up that adds them itself."""
 
     def __init__(self, data_parallel: DataParallel, bucket: Bucket, member: Member) -> None:
         self.bucket, self.parameter = bucket, member.parameter
         # Not its owner's owner: a model that is dropped frees its memory at once, not when cycles are collected.
         self._data_parallel: DataParallel = weakref.proxy(data_parallel)
         self._member = member
-        self.dropped: Tensor | None = None
-        self.is_seen = False
+        self.dropped: Tensor | None = None  # the sum of products that an observer discards
+        self.is_seen = False  # whether an observer has seen such a sum
 
     def connect(self, *, is_used_once: bool) -> None:
         """Let the parameter give its gradients here; autograd adds up those of a parameter with several uses."""

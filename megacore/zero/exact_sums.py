@@ -18,16 +18,8 @@ _CHUNK = 1 << 22  # elements that are squared at a time: three fp64 copies exist
 
 
 def to_units(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    """x as whole multiples of `unit`.
-
-    Args:
-        x: any float dtype.
-        unit: the value of one.
-
-    Returns:
-        The multiples, int64 of x's shape; and the largest magnitude among them, an fp64 scalar that is not finite if
-        an entry of x is not (the multiples then mean nothing).
-    """
+    """x as whole multiples of `unit`. Returns the multiples, int64 of x's shape; and the largest magnitude among them,
+    an fp64 scalar that is not finite if an entry of x is not (the multiples then mean nothing)."""
     multiples = x.double().div_(unit).round_()
     largest = multiples.abs().amax() if x.numel() else multiples.new_zeros(())
     return multiples.to(torch.int64), largest

@@ -20,19 +20,12 @@ from megacore.zero.exact_sums import UNIT, from_units
 
 
 class HostStreams:
-    """The streams in which a rank copies from and to host memory.
-
-    Args:
-        device: that computes; no CPU.
-
-    Attributes:
-        device: that computes.
-        uploads: stream of copies to the device.
-        downloads: stream of copies to the host.
-    """
+    """The streams in which a rank copies from and to host memory."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type != "cpu", "host and device are the same memory"
+        # `downloads`: stream of copies to the host.
+        # `uploads`: stream of copies to the device.
         self.device, self.uploads, self.downloads = device, torch.Stream(device), torch.Stream(device)
         self._held: tuple[torch.Event, Tensor] | None = None
 
@@ -59,20 +52,12 @@ class HostStreams:
 
 
 class HostShard:
-    """This rank's shard of a bucket's parameters and of its gradients, in host memory.
-
-    Args:
-        parameters: flat, in the format in which layers compute, pinned.
-        group: the ranks that hold the other shards.
-        streams: of copies.
-        sum_dtype: in which gradients are added up; integers are exact sums.
-
-    Attributes:
-        parameters: as given.
-        has_gradients: whether a loss of this step has used the parameters.
-    """
+    """This rank's shard of a bucket's parameters and of its gradients, in host memory. `parameters`: flat, in the
+    format in which layers compute, pinned. `group`: the ranks that hold the other shards. `sum_dtype`: in which
+    gradients are added up; integers are exact sums."""
 
     def __init__(self, parameters: Tensor, group: Group, streams: HostStreams, *, sum_dtype: torch.dtype) -> None:
+        # `has_gradients`: whether a loss of this step has used the parameters.
         self.parameters, self.has_gradients = parameters, False
         self._group, self._streams = group, streams
         self._memory = torch.zeros(parameters.numel(), dtype=sum_dtype, pin_memory=True)
@@ -83,11 +68,8 @@ class HostShard:
     # ---- parameters
 
     def start_gather(self, whole: Tensor) -> Pending:
-        """Begin to copy the shard to the device, and to gather all shards there.
-
-        Args:
-            whole: flat, of all shards, on the device. Nothing that is queued after this call may use it until `wait`.
-        """
+        """Begin to copy the shard to the device, and to gather all shards there. `whole`: flat, of all shards, on the
+        device. Nothing that is queued after this call may use it until `wait`."""
         streams = self._streams
         shard = whole if self._group.size == 1 else torch.empty_like(self.parameters, device=streams.device)
         streams.uploads.wait_stream(streams.current())  # for what used the memory before
@@ -123,11 +105,8 @@ class HostShard:
         self._gradients, self.has_gradients = self._memory, False
 
     def add(self, gradients: Tensor) -> None:
-        """Begin to add gradients to the sum, and to copy it to the host.
-
-        Args:
-            gradients: flat, of the shard, on the device; given away.
-        """
+        """Begin to add gradients to the sum, and to copy it to the host. `gradients`: flat, of the shard, on the
+        device; given away."""
         streams = self._streams
         streams.release()  # before more is fetched
         streams.downloads.wait_stream(streams.current())

@@ -29,19 +29,12 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Consecutive elements of one parameter inside a shard.
+    """Consecutive elements of one parameter inside a shard."""
 
-    Attributes:
-        name: the parameter's global name.
-        start: first element of the local parameter, flattened.
-        stop: one past the last.
-        offset: of the first element in the shard.
-    """
-
-    name: str
-    start: int
-    stop: int
-    offset: int
+    name: str  # the parameter's global name
+    start: int  # first element of the local parameter, flattened
+    stop: int  # one past the last
+    offset: int  # of the first element in the shard
 
     @cached_property
     def shard_slice(self) -> slice:
@@ -50,22 +43,10 @@ class Segment:
 
 
 class FlatLayout:
-    """Parameters one after the other in a flat buffer.
-
-    Args:
-        parameters: in order.
-        shards: number of equal shards.
-        whole: the work of updating each of the parameters that no shard may split, by name. They follow the others,
-            and are distributed over the shards so that the largest shard is small.
-        unit: parameters and shards begin at multiples of this many elements too, such as the blocks of a quantizer.
-        busy: the work of each rank in other buckets; none: 0.
-
-    Attributes:
-        offsets: name -> offset of the parameter, in ascending order.
-        shard_size: elements of a shard, padding included.
-        padding: elements of all shards that belong to no parameter.
-        busy: the work of each rank, this bucket's included.
-    """
+    """Parameters one after the other in a flat buffer. `whole`: the work of updating each of the parameters that no
+    shard may split, by name. They follow the others, and are distributed over the shards so that the largest shard is
+    small. `unit`: parameters and shards begin at multiples of this many elements too, such as the blocks of a
+    quantizer. `busy`: the work of each rank in other buckets; none: 0."""
 
     def __init__(
         self,
@@ -79,15 +60,15 @@ class FlatLayout:
         unit = math.lcm(unit, ALIGNMENT)
         self._sizes = {parameter.spec.name: parameter.numel() for parameter in parameters}
         unsplit = {n: round_up(size, unit) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
-        self.offsets: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}  # name -> offset of the parameter, in ascending order
         used = 0
         for name, size in self._sizes.items():
             if name not in unsplit:
                 self.offsets[name] = used
                 used += round_up(size, unit)
         packing = pack(list(unsplit.values()), shards, taken=used, unit=unit)
-        self.shard_size = packing.shard_size
-        self.busy = list(busy) or [0.0] * shards
+        self.shard_size = packing.shard_size  # elements of a shard, padding included
+        self.busy = list(busy) or [0.0] * shards  # the work of each rank, this bucket's included
         works = [whole[name] for name in unsplit]
         fixed = -(-used // max(self.shard_size, 1))
         ends = [max(shard * self.shard_size, used) for shard in range(shards)]
@@ -97,7 +78,7 @@ class FlatLayout:
             self.busy[shard] += whole[name]
         self.offsets = dict(sorted(self.offsets.items(), key=lambda item: item[1]))
         self.size = self.shard_size * shards
-        self.padding = self.size - sum(self._sizes.values())
+        self.padding = self.size - sum(self._sizes.values())  # elements of all shards that belong to no parameter
 
     def slice_of(self, name: str) -> slice:
         """The parameter's elements of the flat buffer."""
@@ -139,17 +120,15 @@ def assign_buckets(
     *,
     least: Mapping[ReplicaRole, int] = MappingProxyType({}),
 ) -> list[list[ShardedParameter]]:
-    """Group parameters of one `bucket_key`, last first, into buckets (the final ones may be smaller).
+    """Group parameters of one `bucket_key`, last first, into buckets (the final ones may be smaller). Returns the
+    buckets, the last used first.
 
     Args:
         parameters: in the order in which layers use them.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more, unless the parameter before stays with
-            this one; by the role of its replica group.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, unless the parameter before stays
+            with this one; by the role of its replica group.
         separate: global names of parameters that each get a separate bucket.
         least: a final bucket of fewer bytes joins the one before of its key; by the role of its replica group.
-
-    Returns:
-        The buckets, the last used first.
     """
     buckets: list[list[ShardedParameter]] = []
     closed: dict[BucketKey, list[ShardedParameter]] = {}  # the latest of each key
@@ -183,15 +162,13 @@ def assign_whole(
     unit: int = 1,
 ) -> list[list[ShardedParameter]]:
     """Group parameters that no shard may split, of one `bucket_key`, last first, into buckets with little padding.
+    Returns the buckets.
 
     Args:
         parameters: in the order in which layers use them.
         shards: number of shards, by the role of the replica group.
         least: bytes that a bucket has unless all have fewer, by the role of the replica group.
         unit: parameters begin at multiples of this many elements too.
-
-    Returns:
-        The buckets.
     """
     unit = math.lcm(unit, ALIGNMENT)
     by_key: dict[BucketKey, list[ShardedParameter]] = {}

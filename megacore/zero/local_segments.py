@@ -1,8 +1,6 @@
-"""The parts of parameters that this rank updates, as the optimizer sees them: segments, and the runs that hold them.
-
-A segment is the part of one parameter in this rank's shard of a bucket. Adjacent segments with the same rates make up a
-run, which the optimizer updates as one tensor; a parameter that it needs whole is a run by itself.
-"""
+"""The parts of parameters that this rank updates, as the optimizer sees them: segments, and the runs that hold them. A
+segment is the part of one parameter in this rank's shard of a bucket. Adjacent segments with the same rates make up a
+run, which the optimizer updates as one tensor; a parameter that it needs whole is a run by itself."""
 
 from __future__ import annotations
 
@@ -23,23 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalRun:
-    """Adjacent segments of this rank's shard with the same rates, which the optimizer updates as one tensor.
+    """Adjacent segments of this rank's shard with the same rates, which the optimizer updates as one tensor."""
 
-    Attributes:
-        bucket: that holds them.
-        shard_slice: their elements of the bucket's shard.
-        master: their fp32 weights, a view of the bucket's shard.
-        is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
-        shape: of the local parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
-        scale: of the learning rate and the weight decay.
-    """
-
-    bucket: Bucket
-    shard_slice: slice
-    master: nn.Parameter
-    is_matrix: bool
+    bucket: Bucket  # that holds them
+    shard_slice: slice  # their elements of the bucket's shard
+    master: nn.Parameter  # their fp32 weights, a view of the bucket's shard
+    is_matrix: bool  # whether they are parts of matrices, judged by the global shape, and not of vectors
+    # Of the local parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
     shape: tuple[int, ...] | None = None
-    scale: ParameterScale = USUAL
+    scale: ParameterScale = USUAL  # of the learning rate and the weight decay
 
     @property
     def has_gradient(self) -> bool:
@@ -68,17 +58,11 @@ class HasState(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSegment:
-    """A segment that this rank updates.
+    """A segment that this rank updates."""
 
-    Attributes:
-        spec: of the parameter.
-        segment: which part of the parameter.
-        run: that contains it.
-    """
-
-    spec: ShardSpec
-    segment: Segment
-    run: LocalRun
+    spec: ShardSpec  # of the parameter
+    segment: Segment  # which part of the parameter
+    run: LocalRun  # that contains it
 
     @property
     def bucket(self) -> Bucket:
@@ -113,11 +97,9 @@ class LocalSegment:
 
 
 def local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
-    """The segments of a bucket's shard, in runs as long as possible.
-
-    An elementwise operator over a run computes the same bits as one over each segment. Gradients that stay where
-    autograd puts them are not contiguous, and a parameter that the optimizer needs whole is a run by itself.
-    """
+    """The segments of a bucket's shard, in runs as long as possible. An elementwise operator over a run computes the
+    same bits as one over each segment. Gradients that stay where autograd puts them are not contiguous, and a parameter
+    that the optimizer needs whole is a run by itself."""
     specs = {member.name: member.parameter.spec for member in bucket.members}
 
     def kind(segment: Segment) -> tuple[bool, ParameterScale]:

@@ -17,16 +17,10 @@ KINDS = ("params", "grads", "optimizer", "buffers")
 def measured_bytes(
     data_parallel: DataParallel, optimizer: HasState, *, device: torch.device | None = None
 ) -> dict[str, int]:
-    """Bytes this rank holds now, by kind; every storage counts once, under the first kind that has it.
-
-    Gradients are those of the last step, so that this is what a step keeps until its end. `buffers` are reductions
-    under way; what a layer gathers for its computation on stage 3 is not held now.
-
-    Args:
-        data_parallel: the rank's parameters and gradients.
-        optimizer: their optimizer.
-        device: whose storages count; None: all.
-    """
+    """Bytes this rank holds now, by kind; every storage counts once, under the first kind that has it. Gradients are
+    those of the last step, so that this is what a step keeps until its end. `buffers` are reductions under way; what a
+    layer gathers for its computation on stage 3 is not held now. `data_parallel`: the rank's parameters and gradients.
+    `device`: whose storages count; None: all."""
     tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for bucket in (*data_parallel.buckets, *data_parallel.frozen_buckets):
         for kind, held in bucket.storages().items():

@@ -1,7 +1,5 @@
-"""The options of ZeRO: how parameters, gradients and the optimizer's state are sharded, and in which formats.
-
-They hold for a rank; a bucket has those of its replica group (`ZeroOptions.for_group`).
-"""
+"""The options of ZeRO: how parameters, gradients and the optimizer's state are sharded, and in which formats. They hold
+for a rank; a bucket has those of its replica group (`ZeroOptions.for_group`)."""
 
 from __future__ import annotations
 
@@ -20,39 +18,27 @@ from megacore.zero.exact_sums import LARGEST_SUM, UNIT
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """How state is sharded over the ranks of a replica group.
+    """How state is sharded over the ranks of a replica group."""
 
-    Attributes:
-        stage: ZeRO stage, 0 to 3.
-        compute_dtype: of parameters and activations.
-        reduce_dtype: in which gradients are accumulated and reduced.
-        overlap_grad_reduce: reduce gradients while backward runs; otherwise wait at once.
-        overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
-        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks.
-            If positive, they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
-        products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
-            sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
-        offload: keep master weights, and what the optimizer needs beside them, in host memory.
-        offload_params: stage 3 keeps the shards of parameters and gradients there too, and so do groups of one rank.
-        one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
-            too.
-        optimizer: says which parameters no shard may split.
-        groups: says which parameters have other rates.
-        compression: the format in which gradients are sent to be reduced; "none": `reduce_dtype`.
-    """
-
-    stage: int = 0
-    compute_dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
+    stage: int = 0  # ZeRO stage, 0 to 3
+    compute_dtype: torch.dtype = torch.float32  # of parameters and activations
+    reduce_dtype: torch.dtype = torch.float32  # in which gradients are accumulated and reduced
+    overlap_grad_reduce: bool = True  # reduce gradients while backward runs; otherwise wait at once
+    overlap_param_gather: bool = True  # gather updated parameters while the next forward runs; otherwise wait at once
+    # Largest number of gradients of one parameter that a step adds up, over microbatches and ranks. If positive, they
+    # are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
     exact_terms: int = 0
+    # Linear layers add the gradients of their weights to the sums themselves. This applies where the sums are fp32 and
+    # the parameters are not (see `products.adds_in_fp32`).
     products_add: bool = False
-    offload: bool = False
+    offload: bool = False  # keep master weights, and what the optimizer needs beside them, in host memory
+    # Stage 3 keeps the shards of parameters and gradients there too, and so do groups of one rank.
     offload_params: bool = False
+    # The optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor too.
     one_pass: bool = False
-    optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
-    groups: ParameterGroups = field(default_factory=ParameterGroups)
+    optimizer: OptimizerSettings = field(default_factory=AdamWConfig)  # says which parameters no shard may split
+    groups: ParameterGroups = field(default_factory=ParameterGroups)  # says which parameters have other rates
+    # The format in which gradients are sent to be reduced; "none": `reduce_dtype`.
     compression: Literal["none", "bf16", "int8"] = "none"
 
     @property

@@ -34,20 +34,15 @@ Counts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Packing:
-    """Matrices in shards.
+    """Matrices in shards."""
 
-    Attributes:
-        shard_size: elements of a shard.
-        shard_of: the number of each matrix's shard.
-    """
-
-    shard_size: int
-    shard_of: list[int]
+    shard_size: int  # elements of a shard
+    shard_of: list[int]  # the number of each matrix's shard
 
 
 def grown(bucket_bytes: int, ranks: int) -> int:
-    """The size of a bucket that `ranks` ranks shard: as given, until a rank's share were below 1 MiB or a
-    sixteenth of the bucket; from there on it grows with the ranks."""
+    """The size of a bucket that `ranks` ranks shard: as given, until a rank's share were below 1 MiB or a sixteenth of
+    the bucket; from there on it grows with the ranks."""
     return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
@@ -81,14 +76,8 @@ def pack(sizes: Sequence[int], shards: int, *, taken: int = 0, unit: int = 1) ->
 
 def exchange(shard_of: Sequence[int], works: Sequence[float], busy: Sequence[float], *, fixed: int) -> list[int]:
     """The shards of matrices once whole shards have changed places, so that ranks have similar work: the shard with
-    most work goes to the rank that is least busy.
-
-    Args:
-        shard_of: the number of each matrix's shard.
-        works: of each matrix.
-        busy: of each rank, with other buckets.
-        fixed: so many shards, the first ones, stay where they are.
-    """
+    most work goes to the rank that is least busy. `shard_of`: the number of each matrix's shard. `busy`: of each rank,
+    with other buckets. `fixed`: so many shards, the first ones, stay where they are."""
     work = [0.0] * len(busy)
     for shard, of_matrix in zip(shard_of, works, strict=True):
         work[shard] += of_matrix
@@ -99,13 +88,8 @@ def exchange(shard_of: Sequence[int], works: Sequence[float], busy: Sequence[flo
 
 
 def least_shard(counts: Counts, shards: int) -> int:
-    """A size that no packing is below: of the mean, the largest matrix, and for any k the k + 1 smallest of the
-    k x shards + 1 largest, as some shard has as many of these.
-
-    Args:
-        counts: of matrices.
-        shards: number of shards.
-    """
+    """A size that no packing is below: of the mean, the largest matrix, and for any k the k + 1 smallest of the k x
+    shards + 1 largest, as some shard has as many of these."""
     total, number = sum(size * count for size, count in counts), sum(count for _, count in counts)
     least = max(-(-total // shards), counts[0][0] if counts else 0)
     for k in range(1, -(-number // shards)):
@@ -114,17 +98,15 @@ def least_shard(counts: Counts, shards: int) -> int:
 
 
 def bucket_ends(sizes: Sequence[int], shards: int, *, least: int, joined: Collection[int] = ()) -> list[int]:
-    """Where buckets of consecutive matrices end, so that each has at most 1% of padding, or else as little as
-    possible; then, so that they are many and of similar size: reductions begin early, and few wait for the last.
+    """Where buckets of consecutive matrices end, so that each has at most 1% of padding, or else as little as possible;
+    then, so that they are many and of similar size: reductions begin early, and few wait for the last. Returns for each
+    bucket one past its last matrix.
 
     Args:
         sizes: elements of each matrix, in the order in which backward computes their gradients.
         shards: number of shards of a bucket.
         least: elements of a bucket, unless all have fewer.
         joined: numbers of matrices after which no bucket ends.
-
-    Returns:
-        For each bucket one past its last matrix.
     """
     kinds = sorted(set(sizes), reverse=True)
     before = [(0,) * len(kinds)]  # of each size, how many matrices are before each position
@@ -280,13 +262,8 @@ def _fillings(counts: Counts, rooms: Sequence[int], *, mixed: bool) -> list[dict
 
 
 def _best_subset(counts: Counts, room: int, among: int) -> dict[int, int]:
-    """Numbers of matrices by size that fill a shard best, of those that are tried.
-
-    Args:
-        counts: how many there are of each size, the largest first.
-        room: in the shard.
-        among: try numbers near the mean over as many shards first; 0: large ones first.
-    """
+    """Numbers of matrices by size that fill a shard best, of those that are tried. `counts`: how many there are of each
+    size, the largest first. `among`: try numbers near the mean over as many shards first; 0: large ones first."""
     rest = [0, *accumulate(size * count for size, count in reversed(counts))][::-1]  # elements from each size on
     goal, last = _largest_sum(counts, room), len(counts) - 1
     best, best_used, tried = list[int](), -1, 0
