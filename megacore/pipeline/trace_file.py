@@ -12,14 +12,13 @@ those of other ranks that need its result. Times are microseconds from the start
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megacore.config.dimensions import DIMENSIONS, pipeline_dimension
+from megacore.config.dimensions import pipeline_dimension
 from megacore.errors import UserError
 from megacore.files import replace_bytes
 from megacore.pipeline.schedule import (
@@ -30,7 +29,6 @@ from megacore.pipeline.schedule import (
     Timed,
     requirements,
     result,
-    transfers_of,
     with_transfers,
 )
 from megacore.pipeline.simulator import Costs, Span, Timeline
@@ -296,125 +294,3 @@ def _mean_costs(spans: Sequence[Sequence[Span]]) -> Costs:
         input_grad=[mean.get((Op.INPUT_GRAD, s), whole[s]) for s in stages],
         weight_grad=[mean.get((Op.WEIGHT_GRAD, s), 0.0) for s in stages],
     )
-
-
-# ---- what transfers took
-
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSum:
-    """All-reduces of one size that a forward waited for, over the ranks of a tensor-parallel group."""
-
-    bytes: int  # of the tensor
-    ranks: int  # of the group
-    seconds: tuple[float, ...]  # each time, from when the last rank began it
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTransfers:
-    """How long transfers took by themselves: without the wait for a rank that is not ready."""
-
-    # Seconds of messages between stages for which the receiver waited already when they were sent.
-    messages: tuple[float, ...]
-    sums: tuple[MeasuredSum, ...]  # of tensor parallelism
-    # Seconds of each traced step, by its number, from the start of its first pass to the end of its update.
-    passes: dict[int, float]
-
-
-def read_transfers(path: Path) -> MeasuredTransfers:
-    """What a trace says of transfers. Of a message only what follows both sides' readiness is its own time, and only
-    where the receiver waited first: a message that was there before it was asked for says nothing. The same holds for a
-    collective, from its last rank's beginning. Only those in a forward are taken: others may run beside computations.
-    `path`: of a file that `write_trace` wrote. Raises UserError where it is not such a one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        events = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        places = {e["pid"]: dict(e["args"]) for e in content["traceEvents"] if e["name"] == "process_name"}
-        stages = _count(content["otherData"]["virtual_stages"]) * (
-            1 + max(p[pipeline_dimension()] for p in places.values())
-        )
-        for event in events:
-            _time(event["ts"], 0.0)
-            _time(event["dur"], 0.0)
-            _count(event["args"]["step"])
-        return MeasuredTransfers(
-            messages=tuple(_messages(events, places, stages)),
-            sums=tuple(_sums(events, places)),
-            passes=_pass_seconds(events),
-        )
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise UserError(f"{path} is not a trace.json that a run with --trace wrote") from None
-
-
-def _pass_seconds(events: Sequence[Event]) -> dict[int, float]:
-    of_step: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event["cat"] in ("pass", "update"):
-            of_step[event["args"]["step"]].append(event)
-    return {
-        step: (max(map(_end, found)) - min(event["ts"] for event in found)) / 1e6 for step, found in of_step.items()
-    }
-
-
-def _end(event: Event) -> float:
-    return float(event["ts"] + event["dur"])
-
-
-def _replica(place: dict[str, Any], without: str) -> tuple[tuple[str, int], ...]:
-    """A rank's coordinates but one."""
-    return tuple(sorted((name, number) for name, number in place.items() if name not in ("name", without)))
-
-
-def _messages(events: Sequence[Event], places: dict[int, dict[str, Any]], stages: int) -> Iterator[float]:
-    """Seconds of the messages for which the receiver waited before they were sent."""
-    pipeline = pipeline_dimension()
-    posted: dict[Any, Event] = {}
-    waited: dict[Any, Event] = {}
-    computed = []
-    for event in events:
-        where = _replica(places[event["pid"]], pipeline), event["args"]["step"]
-        if event["cat"] == "post":
-            posted.update({(where, name): event for name in event["name"].removeprefix("post ").split(", ")})
-        elif event["cat"] == "wait":
-            waited[where, event["name"].removeprefix("wait: ")] = event
-        elif event["cat"] == "compute":
-            (op,) = (op for op in Op if not op.is_transfer and f"{op.value}" == event["name"].strip("0123456789"))
-            computed.append((where, Action(op, event["args"]["microbatch"], event["args"]["stage"])))
-    for where, action in computed:
-        sides = transfers_of(action, stages)
-        if sides is None:
-            continue
-        send, receive = (posted.get((where, str(sides[0]))), waited.get((where, str(sides[1]))))
-        if send is not None and receive is not None and receive["ts"] <= send["ts"] < _end(receive):
-            yield (_end(receive) - send["ts"]) / 1e6
-
-
-def _sums(events: Sequence[Event], places: dict[int, dict[str, Any]]) -> Iterator[MeasuredSum]:
-    """All-reduces over tensor-parallel ranks inside a forward, by size."""
-    name = next(dimension.name for dimension in DIMENSIONS if dimension.divides == "matrices")
-    ranks = 1 + max(place[name] for place in places.values())
-    over = "all ranks" if ranks == len(places) else name
-    forwards: dict[Any, list[Event]] = defaultdict(list)
-    for event in events:
-        if event["cat"] == "compute" and Op.FORWARD.value in event["name"]:
-            forwards[event["pid"]].append(event)
-    spans = {pid: [(e["ts"], _end(e)) for e in found] for pid, found in forwards.items()}
-    seen: dict[Any, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    for event in events:
-        if event["cat"] != "collective" or event["name"] != f"all-reduce over {over}":
-            continue
-        if any(start <= event["ts"] and _end(event) <= end for start, end in spans.get(event["pid"], ())):
-            group = _replica(places[event["pid"]], name), event["args"]["step"], _count(event["args"]["bytes"])
-            seen[group][event["pid"]].append(event)
-    seconds: dict[int, list[float]] = defaultdict(list)
-    for (_, _, size), by_rank in seen.items():
-        if ranks > 1 and len(by_rank) == ranks and len({len(found) for found in by_rank.values()}) == 1:
-            for together in zip(*by_rank.values(), strict=True):
-                own = (statistics.median(map(_end, together)) - max(event["ts"] for event in together)) / 1e6
-                seconds[size] += [own] if own > 0 else []
-    for size, found in sorted(seconds.items()):
-        yield MeasuredSum(bytes=size, ranks=ranks, seconds=tuple(found))

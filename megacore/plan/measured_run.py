@@ -10,8 +10,7 @@ import json
 import math
 import socket
 import statistics
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,13 @@ from megacore.config.cli import load_toml
 from megacore.config.dimensions import degrees_of
 from megacore.config.messages import counted, number
 from megacore.errors import ConfigError, UserError
-from megacore.files import read_bounded, unreadable
-from megacore.pipeline.trace_file import MeasuredTransfers, read_transfers
+from megacore.files import unreadable
+from megacore.observe.records import json_lines
+from megacore.observe.report.files import require_readable
 
 # The first row is of a step that also compiles and allocates, and three others tell a median and a spread.
 LEAST_ROWS = 4
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e6
-_MOST_BYTES = 1 << 31  # of a file of a run
 _MOST_CORES, _MOST_MEMORY = 1e5, 1e15  # as a cluster file may have
 _TIME = "perf/step_time_s"
 _RUN = "give the --output-dir of a run"
@@ -97,16 +96,12 @@ class MeasuredRun:
         config: resolved.
         steps: their times.
         launch: what it recorded of its machine.
-        trace: the path of `trace.json`.
-        transfers: what the trace says of transfers; None: there is no trace.
     """
 
     directory: Path
     config: ResolvedConfig
     steps: Steps
     launch: Launch
-    trace: Path
-    transfers: MeasuredTransfers | None
 
 
 def read_run(directory: Path) -> MeasuredRun:
@@ -120,24 +115,10 @@ def read_run(directory: Path) -> MeasuredRun:
     problems: list[str] = []
     config = _config(directory, problems)
     steps = _steps(directory / "metrics.jsonl", problems)
-    trace = directory / "trace.json"
-    transfers = _transfers(trace, problems)
-    launch = Launch()
-    try:
-        launch = read_launch(directory / "events.jsonl")
-    except ConfigError as error:
-        problems += error.problems
+    launch = read_launch(directory / "events.jsonl", problems)
     if problems or config is None or steps is None:
         raise ConfigError(problems)
-    return MeasuredRun(directory=directory, config=config, steps=steps, launch=launch, trace=trace, transfers=transfers)
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The value below which this share of the others is, between two of them if need be."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+    return MeasuredRun(directory=directory, config=config, steps=steps, launch=launch)
 
 
 # ---- config.toml -----------------------------------------------------------------------------------------------------
@@ -150,8 +131,7 @@ def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
         if why := unreadable(path):
             problems.append(f"{where} {why}: {_RUN}")
             return None
-        is_bert = "bert" in tomllib.loads(path.read_text(encoding="utf-8"))
-        config = load_toml(path, BertConfig if is_bert else Config)
+        config = load_toml(path, BertConfig if b"\n[bert]\n" in path.read_bytes() else Config)
         degrees = degrees_of(partial(getattr, config.parallel))
         if config.model.vocab_size is None or None in degrees.values():
             lacks = "vocab_size or a parallel degree is missing"
@@ -162,12 +142,6 @@ def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
         problems.append(f"{where} is missing: {_RUN}")
     except OSError as error:
         problems.append(f"{where} cannot be read: {error.strerror}")
-    except UnicodeDecodeError:
-        problems.append(f"{where} is not valid TOML: it is not text in UTF-8")
-    except tomllib.TOMLDecodeError as error:
-        problems.append(f"{where} is not valid TOML: {error}")
-    except RecursionError:
-        problems.append(f"{where} is not valid TOML: its values are nested too deeply")
     except ConfigError as error:
         problems.extend(error.problems)
     except UserError as error:
@@ -177,26 +151,24 @@ def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
     return None
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl and events.jsonl ----------------------------------------------------------------------------------
 
 
 def _steps(path: Path, problems: list[str]) -> Steps | None:
     """All rows without the first quarter, in which caches, threads and memory warm up."""
-    where = f"--calibrate {path.parent}: {path.name}"
-    damages: list[str] = []
-    try:
-        rows = _undamaged_rows(path, damages)
-    except FileNotFoundError:
+    where, before = f"--calibrate {path.parent}: {path.name}", len(problems)
+    if (rows := _rows(path, problems)) is None:
         problems.append(f"{where} is missing: {_RUN}")
         return None
-    problems += damages
     times = [(line, row[_TIME]) for line, row in rows if _TIME in row]
     wrong = [(line, value) for line, value in times if not _is_number(value, _LEAST_SECONDS, _MOST_SECONDS)]
     if wrong:
         (line, value), others = wrong[0], f" ({counted(len(wrong), 'such line')})" if len(wrong) > 1 else ""
         bounds = f"a number of seconds from {number(_LEAST_SECONDS)} to {_MOST_SECONDS:,.0f}"
-        problems.append(f"{where}, line {line}: {_TIME} = {_shortened(value)} must be {bounds}{others}")
-    if damages or wrong:
+        text = json.dumps(value)
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        problems.append(f"{where}, line {line}: {_TIME} = {shown} must be {bounds}{others}")
+    if len(problems) > before:
         return None
     if len(times) < LEAST_ROWS:
         problems.append(
@@ -206,90 +178,45 @@ def _steps(path: Path, problems: list[str]) -> Steps | None:
         return None
     first = max(len(times) // 4, 1)
     used = [float(value) for _, value in times[first:]]
-    return Steps(len(used), first, quantile(used, 0.1), statistics.median(used), quantile(used, 0.9))
+    fast, *_, slow = statistics.quantiles(used, n=10, method="inclusive")
+    return Steps(len(used), first, fast, statistics.median(used), slow)
 
 
-def _undamaged_rows(path: Path, problems: list[str]) -> list[tuple[int, Mapping[str, Any]]]:
-    """The objects of a JSON lines file of a run by the numbers of their lines; what else is in it is a problem.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    where = f"--calibrate {path.parent}: {path.name}"
+def _rows(path: Path, problems: list[str]) -> list[tuple[int, Mapping[str, Any]]] | None:
+    """The objects of a JSON lines file of a run by the numbers of their lines; what else is in it is a problem, but for
+    the end of a line that a killed run did not finish. None: there is no such file."""
+    where, rows, damaged = f"--calibrate {path.parent}: {path.name}", list[tuple[int, Mapping[str, Any]]](), list[int]()
     try:
-        rows = list(_rows(path))
+        require_readable(path)
+        with path.open("rb") as file:
+            for line, (text, row) in enumerate(json_lines(file), start=1):
+                if row is not None:
+                    rows.append((line, row))
+                elif text.strip() and text.endswith(b"\n"):
+                    damaged.append(line)
     except FileNotFoundError:
-        raise
+        return None
     except OSError as error:
         problems.append(f"{where} cannot be read: {error.strerror}")
-        return []
-    if damaged := [line for line, row in rows if row is None]:
+    except ValueError as error:
+        problems.append(f"{where} {error}: {_RUN}")
+    if damaged:
         said = f"line {damaged[0]} is no JSON object"
         if len(damaged) > 1:
             said = f"{len(damaged)} lines are no JSON objects, the first is line {damaged[0]}"
         problems.append(f"{where} is damaged: {said}: {_RUN}, as the run wrote it")
-    return [(line, row) for line, row in rows if row is not None]
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-    """The objects of a JSON lines file by the numbers of their lines; None for what is none, but for the end of a line
-    that a killed run did not finish."""
-    *lines, rest = read_bounded(path, _MOST_BYTES).split(b"\n")
-    for line, text in enumerate([*lines, rest], start=1):
-        row = _object(text)
-        if row is not None or (line <= len(lines) and text.strip()):
-            yield line, row
-
-
-def _object(text: bytes) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+    return rows
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def _shortened(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-# ---- trace.json and events.jsonl -------------------------------------------------------------------------------------
-
-
-def _transfers(trace: Path, problems: list[str]) -> MeasuredTransfers | None:
-    if not trace.exists():
-        return None
-    if not trace.is_file():
-        problems.append(f"--calibrate {trace.parent}: {trace.name} is not a regular file: remove it, or train again")
-        return None
-    try:
-        return read_transfers(trace)
-    except UserError as error:
-        problems.append(f"--calibrate {trace.parent}: {error}: remove it, or train again with --trace")
-        return None
-
-
-def read_launch(path: Path) -> Launch:
-    """The last start of a run, by its events.jsonl; what is missing there is not recorded.
-
-    Raises:
-        ConfigError: the file is damaged, or cannot be read.
-    """
-    problems: list[str] = []
-    try:
-        launches = [row for _, row in _undamaged_rows(path, problems) if row.get("event") == "launch"]
-    except FileNotFoundError:
-        return Launch()
-    if problems:
-        raise ConfigError(problems)
-    last = launches[-1] if launches else {}
-    host, device, cores, memory = (last.get(name) for name in ("host", "device", "cores", "memory_bytes"))
-    local, machine = last.get("local_ranks"), None
+def read_launch(path: Path, problems: list[str]) -> Launch:
+    """The last start of a run, by its events.jsonl; what is missing there is not recorded."""
+    last = next((row for _, row in reversed(_rows(path, problems) or []) if row.get("event") == "launch"), {})
+    host, device, cores, memory, local = map(last.get, ("host", "device", "cores", "memory_bytes", "local_ranks"))
+    machine = None
     if isinstance(cores, int) and _is_number(cores, 1, _MOST_CORES) and _is_number(memory, 1e6, _MOST_MEMORY):
         assert isinstance(memory, (int, float))
         machine = Machine(cores=cores, memory_bytes=float(memory), source="recorded by the run in events.jsonl")
