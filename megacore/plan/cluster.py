@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli_w
-
 from megacore.config.logging import LEAST_TFLOPS, MOST_TFLOPS
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
@@ -171,9 +169,12 @@ _RANGES = {
     "launch_us": "launch_seconds",
     "host_us": "host_seconds",
 }
-_TEXTS = {"name": "", "source": "cluster file"}  # with what they are in a file that leaves them out
+_WHOLE = {"gpus_per_node", "nics_per_node"}
 # Of a file that leaves them out; None: not known.
-_USUAL = {"host_link_gb_s": 32.0, "host_memory_gb_s": 400.0, "host_memory_gb": None}
+_USUAL = {
+    "name": "", "source": "cluster file", "on_cpu": False, "node_mesh": False, "host_link_gb_s": 32.0,
+    "host_memory_gb_s": 400.0, "host_memory_gb": None, "peak_tflops": {}, "efficiency": {}, "software": {},
+}  # fmt: skip
 _MOST_BYTES = 1 << 20  # of a cluster file
 _LEAST_SHARE = 1e-3
 _MOST_MICROSECONDS = 1_000_000
@@ -215,7 +216,7 @@ def _of_kinds(table: Mapping[str, Any], path: Path, problems: list[str]) -> Clus
             f'{path}: kinds = {_shown(given)} must be tables, as in [[kinds]], based_on = "h100", nodes = 4'
         )
         return None
-    name = _text(table, "name", path.stem, path, problems)
+    name = _Reader({"name": path.stem, **table}, path, problems).text("name")
     if others := ", ".join(sorted(table.keys() - {"kinds", "name"})):
         problems.append(f"{path}: {others} must be in each table of [[kinds]]")
     kinds = list[tuple[Cluster, int]]()
@@ -291,33 +292,55 @@ _SLOWEST: Mapping[str, Callable[[Device], float]] = {
 
 def _of_table(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster | None:
     """A cluster of nodes that are alike; None: what is wrong with the table is in `problems`."""
-    before = len(problems)
-    texts = {key: _text(table, key, default, path, problems) for key, default in _TEXTS.items()}
-    base = _base(table, path, problems)
-    values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}
-    peaks = _peaks(table, path, problems, base)
-    ranges = _ranges(table, path, problems)
-    on_cpu = _switch(table, "on_cpu", path, problems, usual=base is not None and base.on_cpu)
-    mesh = _switch(table, "node_mesh", path, problems, usual=base is not None and base.device.node_mesh)
-    software, layouts = _software(table, path, problems), _layouts(table, path, problems)
-    tables = {"peak_tflops", "efficiency", "software", "layouts"}
-    known = {*_NUMBERS, *tables, "name", "based_on", "on_cpu", "node_mesh", "source"}
+    before, base = len(problems), table.get("based_on")
+    usual: Mapping[str, Any] = _USUAL
+    if base is not None:
+        if not isinstance(base, str) or base not in CLUSTERS:
+            near = did_you_mean(base, CLUSTERS) if isinstance(base, str) else ""
+            problems.append(f"{path}: based_on = {_shown(base)} is not known: use {one_of(list(CLUSTERS))}{near}")
+            base = next(iter(CLUSTERS))  # the fields that the file leaves to its base are not missing
+        usual = {**_USUAL, **_table_of(CLUSTERS[base]), **{text: _USUAL[text] for text in ("name", "source")}}
+    file = _Reader({**usual, **table}, path, problems)
+    texts = {name: file.text(name) for name in ("name", "source")}
+    numbers = {name: file.number(name) for name in _NUMBERS}
+    peaks, ranges = file.peaks(usual["peak_tflops"]), file.ranges(table, usual["efficiency"])
+    switches = {name: file.switch(name) for name in ("on_cpu", "node_mesh")}
+    software, layouts = file.software(), file.layouts()
+    known = {*_NUMBERS, *_USUAL, "based_on", "layouts"}
     for name in sorted(table.keys() - known):
         near = nearest_name(name, known)
         way_out = f"did you mean {near}?" if near else f"use {', '.join(sorted(known))}"
         problems.append(f"{path}: {name} is not a field ({way_out})")
     if len(problems) > before:
         return None
-    numbers = {name: value for name, value in values.items() if value is not None}
-    name, source = texts["name"] or path.stem, texts["source"]
-    cluster = _assembled(name, numbers, peaks, ranges, base=base)
-    device = dataclasses.replace(cluster.device, node_mesh=mesh)
-    chip = "" if base is None or peaks != base.peaks else base.chip
-    cluster = dataclasses.replace(
-        cluster, device=device, on_cpu=on_cpu, source=source, software=software, layouts=layouts, chip=chip
+    ranks, nics = int(numbers["gpus_per_node"]), int(numbers["nics_per_node"])
+    name, card, host = texts["name"] or path.stem, numbers["nic_bandwidth_gb_s"] * 1e9, numbers["host_memory_gb"]
+    cluster = Cluster(
+        device=Device(
+            name=name,
+            reported_as=name,
+            memory_bytes=numbers["memory_gb"] * 1e9,
+            memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
+            node_ranks=ranks,
+            node_nics=nics,
+            node_mesh=switches["node_mesh"],
+            node_link=Link(bandwidth=numbers["node_bandwidth_gb_s"] * 1e9, latency=numbers["node_latency_us"] * 1e-6),
+            network=Link(bandwidth=card * nics / ranks, latency=numbers["network_latency_us"] * 1e-6),
+            host_link=numbers["host_link_gb_s"] * 1e9,
+            host_bandwidth=numbers["host_memory_gb_s"] * 1e9 / ranks,
+            host_memory=None if math.isnan(host) else host * 1e9,
+            **ranges,
+        ),
+        peaks=peaks,
+        price_per_hour=numbers["price_per_hour"],
+        on_cpu=switches["on_cpu"],
+        source=texts["source"],
+        software=software,
+        layouts=layouts,
+        chip="" if base is None or peaks != CLUSTERS[base].peaks else CLUSTERS[base].chip,
     )
     # A file that --calibrate wrote has speeds of a whole step, which may be any.
-    notes = () if on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path, table.keys()))
+    notes = () if cluster.on_cpu or cluster.is_fitted else tuple(_implausible(cluster, path, table.keys()))
     return dataclasses.replace(cluster, notes=notes)
 
 
@@ -353,64 +376,140 @@ def _implausible(cluster: Cluster, path: Path, given: Collection[str]) -> Iterat
         yield f"{path}: memory_bandwidth_gb_s = {memory:g} is less than any GPU has. {way_out}"
 
 
-def _assembled(
-    name: str,
-    numbers: Mapping[str, float],
-    peaks: Mapping[Format, float],
-    ranges: Mapping[str, Range],
-    *,
-    base: Cluster | None,
-) -> Cluster:
-    n = int(numbers["gpus_per_node"])
-    nics = int(numbers["nics_per_node"])
-    device = Device(
-        name=name,
-        reported_as=name,
-        memory_bytes=numbers["memory_gb"] * 1e9,
-        memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
-        node_ranks=n,
-        node_nics=nics,
-        node_link=Link(bandwidth=numbers["node_bandwidth_gb_s"] * 1e9, latency=numbers["node_latency_us"] * 1e-6),
-        network=Link(
-            bandwidth=numbers["nic_bandwidth_gb_s"] * 1e9 * nics / n, latency=numbers["network_latency_us"] * 1e-6
-        ),
-        host_link=numbers["host_link_gb_s"] * 1e9,
-        host_bandwidth=numbers["host_memory_gb_s"] * 1e9 / n,
-        host_memory=numbers["host_memory_gb"] * 1e9 if "host_memory_gb" in numbers else None,
-    )
-    kept = {} if base is None else {field: getattr(base.device, field) for field in _RANGES.values()}
-    return Cluster(
-        device=dataclasses.replace(device, **{**kept, **ranges}),
-        peaks=peaks,
-        price_per_hour=numbers["price_per_hour"],
-    )
+class _Reader:
+    """Reads a table of a cluster file; what is wrong with it is added to the problems.
 
+    Args:
+        table: with what it leaves out.
+        path: of the file.
+        problems: to which they are added.
+    """
 
-def _base(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster | None:
-    name = table.get("based_on")
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in CLUSTERS:
-        near = did_you_mean(name, CLUSTERS) if isinstance(name, str) else ""
-        problems.append(f"{path}: based_on = {_shown(name)} is not known: use {one_of(list(CLUSTERS))}{near}")
-        return next(iter(CLUSTERS.values()))  # the fields that the file leaves to its base are not missing
-    return CLUSTERS[name]
+    def __init__(self, table: Mapping[str, Any], path: Path, problems: list[str]) -> None:
+        self._table, self._path, self._problems = table, path, problems
 
+    def _wrong(self, name: str, value: object, must: str) -> None:
+        self._problems.append(f"{self._path}: {name} = {_shown(value)} {must}")
 
-def _text(table: Mapping[str, Any], name: str, default: str, path: Path, problems: list[str]) -> str:
-    value = table.get(name, default)
-    if isinstance(value, str) and value.isprintable():
-        return value
-    problems.append(f'{path}: {name} = {_shown(value)} must be one line of text in quotes, as in {name} = "mine"')
-    return default
+    def text(self, name: str) -> str:
+        value = self._table[name]
+        if isinstance(value, str) and value.isprintable():
+            return value
+        self._wrong(name, value, f'must be one line of text in quotes, as in {name} = "mine"')
+        return ""
 
+    def switch(self, name: str) -> bool:
+        value = self._table[name]
+        if not isinstance(value, bool):
+            self._wrong(name, value, "must be true or false")
+        return bool(value)
 
-def _switch(table: Mapping[str, Any], name: str, path: Path, problems: list[str], *, usual: bool) -> bool:
-    value = table.get(name, usual)
-    if isinstance(value, bool):
-        return value
-    problems.append(f"{path}: {name} = {_shown(value)} must be true or false")
-    return usual
+    def number(self, name: str) -> float:
+        """NaN: not known."""
+        about, value = _NUMBERS[name], self._table.get(name, math.nan)
+        if name not in self._table:
+            missing = f'{name} is missing ({about["meaning"]}): give it, or based_on = "a100-80g"'
+            self._problems.append(f"{self._path}: {missing}")
+        elif value is not None:
+            is_right = isinstance(value, int) if name in _WHOLE else True
+            if is_right and _is_number(value) and about["low"] <= value <= about["high"]:
+                return float(value)
+            kind = "a whole number" if name in _WHOLE else "a number"
+            self._wrong(name, value, f"must be {kind} from {number(about['low'])} to {about['high']:,.0f}")
+        return math.nan
+
+    def _part(self, name: str, example: str) -> Mapping[str, Any]:
+        """A table in the table."""
+        value = self._table[name]
+        if isinstance(value, dict):
+            return value
+        self._wrong(name, value, f"must be a table, as in [{name}] and {example}")
+        return {}
+
+    def peaks(self, usual: Mapping[str, float]) -> dict[Format, float]:
+        """FLOP/s by format; `usual`: TFLOP/s of formats that the file leaves out."""
+        given, before = self._part("peak_tflops", "bf16 = 312"), len(self._problems)
+        if not given and not usual and isinstance(self._table["peak_tflops"], dict):
+            self._problems.append(f"{self._path}: [peak_tflops] is missing: give TFLOP/s by format, as in bf16 = 312")
+        for name, value in given.items():
+            if name not in _FORMATS:
+                way_out = f"use {one_of(_FORMATS)}{did_you_mean(name, _FORMATS)}"
+                self._problems.append(f"{self._path}: peak_tflops.{name} is not a format: {way_out}")
+            elif not _is_number(value) or not LEAST_TFLOPS <= value <= MOST_TFLOPS:
+                bounds = f"from {number(LEAST_TFLOPS)} to {MOST_TFLOPS:,.0f}"
+                self._wrong(f"peak_tflops.{name}", value, f"must be a number {bounds}")
+        if len(self._problems) > before:
+            return {}
+        values = {**usual, **given}
+        return {form: values[form] * 1e12 for form in _FORMATS if form in values}
+
+    def ranges(self, file: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Range]:
+        """By the field of a device; `usual`: what the file leaves out."""
+        given = dict(self._part("efficiency", "products = 0.7"))
+        if "efficiency" in file and "links" in given:
+            given.setdefault("network", given["links"])  # one number for both, as in older files
+        found: dict[str, Range] = {}
+        for name, values in {**usual, **given}.items():
+            if name not in _RANGES:
+                way_out = f"use {one_of(list(_RANGES))}{did_you_mean(name, _RANGES)}"
+                self._problems.append(f"{self._path}: efficiency.{name} is not known: {way_out}")
+                continue
+            is_time, triple = name.endswith("_us"), values if isinstance(values, list) else [values] * 3
+            low, high = (0, _MOST_MICROSECONDS) if is_time else (_LEAST_SHARE, 1)
+            if len(triple) != 3 or not all(_is_number(v) and low <= v <= high for v in triple):
+                bounds = f"{'microseconds' if is_time else 'shares'} from {low} to {high:,}"
+                must = f"must be one number or [slow, expected, fast], {bounds}"
+                self._wrong(f"efficiency.{name}", values, must)
+            elif triple != sorted(triple, reverse=is_time):
+                order = "fall" if is_time else "rise"
+                self._wrong(f"efficiency.{name}", values, f"must {order}: [slow, expected, fast]")
+            else:
+                found[_RANGES[name]] = Range(*(v / (1e6 if is_time else 1) for v in triple))
+        return found
+
+    def software(self) -> Software:
+        """The trainer that a file is fitted to, with the times that were fitted with it."""
+        given = self._table["software"]
+        if not isinstance(given, dict) or not given.keys() <= {"name", "block_us", "step_us"}:
+            shown = _shown(given) if not isinstance(given, dict) else one_of(sorted(given))
+            must = f"software = {shown} must be a table with name, block_us and step_us"
+            self._problems.append(f"{self._path}: {must}")
+            return MEGACORE
+        try:
+            software = software_named(str(given.get("name", MEGACORE.name)))
+        except ConfigError:
+            self._wrong("software.name", given["name"], f"is not known: use {one_of(list(SOFTWARE))}")
+            return MEGACORE
+        times = {"block_us": software.block_seconds, "step_us": Range(*[software.step_seconds] * 3)}
+        for name in times.keys() & given.keys():
+            values = given[name] if isinstance(given[name], list) else [given[name]] * 3
+            if len(values) != 3 or not all(_is_number(v) and 0 <= v <= _MOST_MICROSECONDS * 1e3 for v in values):
+                must = f"must be microseconds from 0 to {_MOST_MICROSECONDS * 1000:,}"
+                self._wrong(f"software.{name}", given[name], must)
+                continue
+            times[name] = Range(*(value / 1e6 for value in values))
+        return dataclasses.replace(software, block_seconds=times["block_us"], step_seconds=times["step_us"].expected)
+
+    def layouts(self) -> MeasuredLayouts | None:
+        """What measured layouts take beyond the constants: a row of the file for each of them."""
+        if (given := self._table.get("layouts")) is None:
+            return None
+        columns = [*LENGTHS, "weight"]
+        fields: dict[str, Any] = given if isinstance(given, dict) and given.get("columns") == columns else {}
+        rows, of_shape = fields.get("rows"), fields.get("of_shape", math.nan)
+        is_share = _is_number(of_shape) and 0 <= of_shape <= 1
+        if not isinstance(rows, list) or not all(map(_is_layout, rows)) or not is_share:
+            must = f"layouts must have of_shape from 0 to 1, columns = {_shown(columns)} and rows of as many numbers,"
+            way_out = (
+                "all but the last whole and at least 1, as --fit-out wrote them: fit again, or leave the table out"
+            )
+            self._problems.append(f"{self._path}: {must} {way_out}")
+            return None
+        return MeasuredLayouts(
+            rows=tuple(tuple(row[:-1]) for row in rows),
+            weights=tuple(float(row[-1]) for row in rows),
+            of_shape=float(of_shape),
+        )
 
 
 def _shown(value: object) -> str:
@@ -445,124 +544,6 @@ def fields_of(cluster: Cluster) -> dict[str, float]:
     return fields if device.host_memory is None else {**fields, "host_memory_gb": device.host_memory / 1e9}
 
 
-def _number(
-    table: Mapping[str, Any], name: str, path: Path, problems: list[str], *, base: Cluster | None
-) -> float | None:
-    if name not in table:
-        if base is not None:
-            return fields_of(base).get(name)
-        if name in _USUAL:
-            return _USUAL[name]
-        problems.append(f'{path}: {name} is missing ({_NUMBERS[name]["meaning"]}): give it, or based_on = "a100-80g"')
-        return None
-    value = table[name]
-    low, high = _NUMBERS[name]["low"], _NUMBERS[name]["high"]
-    whole = name in ("gpus_per_node", "nics_per_node")
-    bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
-    if bad or not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        problems.append(f"{path}: {name} = {_shown(value)} must be {kind} from {number(low)} to {high:,.0f}")
-        return None
-    return float(value)
-
-
-def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Cluster | None) -> dict[Format, float]:
-    given = table.get("peak_tflops", {})
-    peaks = dict(base.peaks) if base else {}
-    if not isinstance(given, dict):
-        problems.append(f"{path}: peak_tflops = {_shown(given)} must be a table, as in [peak_tflops] and bf16 = 312")
-        return peaks
-    if not given and not peaks:
-        problems.append(f"{path}: [peak_tflops] is missing: give TFLOP/s by format, as in bf16 = 312")
-        return peaks
-    for name, value in given.items():
-        form = next((form for form in _FORMATS if form == name), None)
-        if form is None:
-            near = did_you_mean(name, _FORMATS)
-            problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}{near}")
-        elif not _is_number(value) or not LEAST_TFLOPS <= value <= MOST_TFLOPS:
-            bounds = f"from {number(LEAST_TFLOPS)} to {MOST_TFLOPS:,.0f}"
-            problems.append(f"{path}: peak_tflops.{name} = {_shown(value)} must be a number {bounds}")
-        else:
-            peaks[form] = value * 1e12
-    return peaks
-
-
-def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:
-    ranges: dict[str, Range] = {}
-    given = table.get("efficiency", {})
-    if not isinstance(given, dict):
-        problems.append(f"{path}: efficiency = {_shown(given)} must be a table, as in [efficiency] and products = 0.7")
-        return ranges
-    for name, values in given.items():
-        if name not in _RANGES:
-            near = did_you_mean(name, _RANGES)
-            problems.append(f"{path}: efficiency.{name} is not known: use {one_of(list(_RANGES))}{near}")
-            continue
-        is_time = name.endswith("_us")
-        triple = values if isinstance(values, list) else [values] * 3
-        number = all(map(_is_number, triple))
-        low, high = (0, _MOST_MICROSECONDS) if is_time else (_LEAST_SHARE, 1)
-        if len(triple) != 3 or not number or not all(low <= v <= high for v in triple):
-            bounds = f"{'microseconds' if is_time else 'shares'} from {low} to {high:,}"
-            problems.append(
-                f"{path}: efficiency.{name} = {_shown(values)} must be one number or [slow, expected, fast], {bounds}"
-            )
-            continue
-        if triple != sorted(triple, reverse=is_time):
-            order = "fall" if is_time else "rise"
-            problems.append(f"{path}: efficiency.{name} = {_shown(values)} must {order}: [slow, expected, fast]")
-            continue
-        ranges[_RANGES[name]] = Range(*(v * (1e-6 if is_time else 1) for v in triple))
-    if "links" in given and "network" not in given and "link_efficiency" in ranges:
-        ranges["network_efficiency"] = ranges["link_efficiency"]  # one number for both, as in older files
-    return ranges
-
-
-def _software(table: Mapping[str, Any], path: Path, problems: list[str]) -> Software:
-    """The trainer that a file is fitted to, with the times that were fitted with it."""
-    given = table.get("software", {})
-    if not isinstance(given, dict) or not given.keys() <= {"name", "block_us", "step_us"}:
-        shown = _shown(given) if not isinstance(given, dict) else one_of(sorted(given))
-        problems.append(f"{path}: software = {shown} must be a table with name, block_us and step_us")
-        return MEGACORE
-    try:
-        software = software_named(str(given.get("name", MEGACORE.name)))
-    except ConfigError:
-        problems.append(f"{path}: software.name = {_shown(given['name'])} is not known: use {one_of(list(SOFTWARE))}")
-        return MEGACORE
-    times = {"block_us": software.block_seconds, "step_us": Range(*[software.step_seconds] * 3)}
-    for name in times.keys() & given.keys():
-        values = given[name] if isinstance(given[name], list) else [given[name]] * 3
-        if len(values) != 3 or not all(_is_number(v) and 0 <= v <= _MOST_MICROSECONDS * 1e3 for v in values):
-            bounds = f"microseconds from 0 to {_MOST_MICROSECONDS * 1000:,}"
-            problems.append(f"{path}: software.{name} = {_shown(given[name])} must be {bounds}")
-            continue
-        times[name] = Range(*(value / 1e6 for value in values))
-    return dataclasses.replace(software, block_seconds=times["block_us"], step_seconds=times["step_us"].expected)
-
-
-def _layouts(table: Mapping[str, Any], path: Path, problems: list[str]) -> MeasuredLayouts | None:
-    """What measured layouts take beyond the constants: a row of the file for each of them."""
-    if (given := table.get("layouts")) is None:
-        return None
-    columns = [*LENGTHS, "weight"]
-    fields: dict[str, Any] = given if isinstance(given, dict) and given.get("columns") == columns else {}
-    rows, of_shape = fields.get("rows"), fields.get("of_shape", math.nan)
-    is_share = _is_number(of_shape) and 0 <= of_shape <= 1
-    if not isinstance(rows, list) or not all(map(_is_layout, rows)) or not is_share:
-        problems.append(
-            f"{path}: layouts must have of_shape from 0 to 1, columns = {_shown(columns)} and rows of as many numbers, "
-            "all but the last whole and at least 1, as --fit-out wrote them: fit again, or leave the table out"
-        )
-        return None
-    return MeasuredLayouts(
-        rows=tuple(tuple(row[:-1]) for row in rows),
-        weights=tuple(float(row[-1]) for row in rows),
-        of_shape=float(of_shape),
-    )
-
-
 def _is_layout(row: object) -> bool:
     if not isinstance(row, list) or len(row) != len(LENGTHS) + 1 or not all(map(_is_number, row)):
         return False
@@ -573,33 +554,38 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _table_of(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as the table of its file."""
+    table: dict[str, Any] = {"name": cluster.name, "source": cluster.source, "on_cpu": cluster.on_cpu}
+    table |= {"node_mesh": True} if cluster.device.node_mesh else {}
+    table |= {name: int(value) if name in _WHOLE else float(value) for name, value in fields_of(cluster).items()}
+    table["peak_tflops"] = {form: peak / 1e12 for form, peak in cluster.peaks.items()}
+    table["efficiency"] = {
+        name: _triple(getattr(cluster.device, field), 1e6 if name.endswith("_us") else 1.0)
+        for name, field in _RANGES.items()
+    }
+    if (software := cluster.software) is not MEGACORE:
+        table["software"] = {"name": software.name, "step_us": software.step_seconds * 1e6}
+        table["software"]["block_us"] = _triple(software.block_seconds, 1e6)
+    if (layouts := cluster.layouts) is not None:
+        rows = [[*row, weight] for row, weight in zip(layouts.rows, layouts.weights, strict=True)]
+        table["layouts"] = {"of_shape": layouts.of_shape, "columns": [*LENGTHS, "weight"], "rows": rows}
+    return table
+
+
+def _triple(values: Range, scale: float) -> list[float]:
+    return [value * scale for value in (values.slow, values.expected, values.fast)]
+
+
 def to_toml(cluster: Cluster) -> str:
     """A cluster as the text of its file."""
-    head = {"name": cluster.name, "source": cluster.source, "on_cpu": cluster.on_cpu}
-    head |= {"node_mesh": True} if cluster.device.node_mesh else {}
-    lines = tomli_w.dumps(head).splitlines()
-    lines += [
-        f"{name} = {int(value) if name in ('gpus_per_node', 'nics_per_node') else repr(float(value))}"
-        for name, value in fields_of(cluster).items()
-    ]
-    lines += ["", "[peak_tflops]", *(f"{form} = {peak / 1e12!r}" for form, peak in cluster.peaks.items())]
-    lines += ["", "[efficiency]  # slow, expected, fast"]
-    for name, field in _RANGES.items():
-        values: Range = getattr(cluster.device, field)
-        scale = 1e6 if name.endswith("_us") else 1.0
-        lines.append(f"{name} = [{values.slow * scale!r}, {values.expected * scale!r}, {values.fast * scale!r}]")
-    if cluster.software is not MEGACORE:
-        block, step = cluster.software.block_seconds, cluster.software.step_seconds
-        lines += ["", "[software]", f'name = "{cluster.software.name}"', f"step_us = {step * 1e6!r}"]
-        lines += [f"block_us = [{', '.join(repr(value * 1e6) for value in (block.slow, block.expected, block.fast))}]"]
-    if cluster.layouts is not None:
-        lines += [
-            "",
-            "[layouts]",
-            f"of_shape = {cluster.layouts.of_shape!r}",
-            f"columns = {_shown([*LENGTHS, 'weight'])}",
-            "rows = [",
-        ]
-        rows = zip(cluster.layouts.rows, cluster.layouts.weights, strict=True)
-        lines += [*(f"    {_shown([*row, weight])}," for row, weight in rows), "]"]
+    lines: list[str] = []
+    for name, value in _table_of(cluster).items():
+        if not isinstance(value, dict):
+            lines.append(f"{name} = {_shown(value)}")
+            continue
+        lines += ["", f"[{name}]" + ("  # slow, expected, fast" if name == "efficiency" else "")]
+        for key, inner in value.items():
+            rows = [f"    {_shown(row)}," for row in inner] if key == "rows" else []
+            lines += ["rows = [", *rows, "]"] if key == "rows" else [f"{key} = {_shown(inner)}"]
     return "\n".join(lines) + "\n"
