@@ -14,7 +14,7 @@ from megacore.config.logits import head_has_loss, logits_bytes, loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.models.size import vocabulary_rows
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 from megacore.plan.state import expert_share
 
 # Positions up to which attention with dropout on a CPU keeps all weights (ops/attention.py).

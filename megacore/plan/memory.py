@@ -23,8 +23,8 @@ from megacore.models.outline import ModelLayer
 from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
-from megacore.plan.cut import Cut, OnRank
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
+from megacore.plan.stages import RankStages, StagedModel
 from megacore.plan.state import (
     building_bytes,
     forgets_gradients,
@@ -149,8 +149,10 @@ def plan_memory(
         copies_logits: whether the software's loss makes an fp32 copy of all logits.
     """
     config = as_computed(config, on_cpu=on_cpu)
-    cut = Cut(config, layers)
-    ranks = [_estimated(config, cut, rank, on_cpu=on_cpu, copies_logits=copies_logits) for rank in range(cut.ranks)]
+    staged = StagedModel(config, layers)
+    ranks = [
+        _estimated(config, staged, rank, on_cpu=on_cpu, copies_logits=copies_logits) for rank in range(staged.ranks)
+    ]
     if on_cpu and torch_is_loaded:
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
@@ -163,7 +165,7 @@ def fullest_rank(
     *,
     on_cpu: bool,
     limit: float = math.inf,
-    cut: Cut | None = None,
+    staged: StagedModel | None = None,
     copies_logits: bool = False,
 ) -> RankMemory:
     """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
@@ -177,21 +179,23 @@ def fullest_rank(
         layers: the whole model.
         on_cpu: whether the ranks compute in host memory.
         limit: bytes; the first rank that takes more is returned in place of the fullest.
-        cut: the model in stages, if it is known.
+        staged: the model in stages, if it is known.
         copies_logits: whether the software's loss makes an fp32 copy of all logits.
     """
     config = as_computed(config, on_cpu=on_cpu)
-    cut = cut or Cut(config, layers)
+    staged = staged or StagedModel(config, layers)
     ranks, last = list[RankMemory](), config.parallel.may_split_backward
-    for rank in range(cut.ranks) if config.parallel.schedule_csv is not None else cut.distinct_ranks(last=last):
-        ranks.append(_estimated(config, cut, rank, on_cpu=on_cpu, copies_logits=copies_logits))
+    for rank in range(staged.ranks) if config.parallel.schedule_csv is not None else staged.distinct_ranks(last=last):
+        ranks.append(_estimated(config, staged, rank, on_cpu=on_cpu, copies_logits=copies_logits))
         if ranks[-1].expected > limit:
             return ranks[-1]
     return max(ranks, key=lambda rank: rank.expected)
 
 
-def _estimated(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, copies_logits: bool = False) -> RankMemory:
-    on_rank, held = cut.on_rank(config, rank), held_state(config, cut, rank, on_cpu=on_cpu)
+def _estimated(
+    config: ResolvedConfig, staged: StagedModel, rank: int, *, on_cpu: bool, copies_logits: bool = False
+) -> RankMemory:
+    on_rank, held = staged.on_rank(config, rank), held_state(config, staged, rank, on_cpu=on_cpu)
     microbatch, on_host, working = _of_layers(config, on_rank, on_cpu=on_cpu)
     flying = microbatches_in_flight(config, rank)
     host = {"activations": sum(map(operator.mul, flying, on_host))} if on_host else {}
@@ -217,9 +221,11 @@ def _estimated(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, cop
     )
 
 
-def held_state(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, number: int | None = None) -> RankMemory:
+def held_state(
+    config: ResolvedConfig, staged: StagedModel, rank: int, *, on_cpu: bool, number: int | None = None
+) -> RankMemory:
     """A rank with its state alone."""
-    on_rank = cut.on_rank(config, rank)
+    on_rank = staged.on_rank(config, rank)
     state, moments = _state_of(config, on_rank, on_cpu=on_cpu, number=number)
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
@@ -239,7 +245,7 @@ def held_state(config: ResolvedConfig, cut: Cut, rank: int, *, on_cpu: bool, num
 
 @once_per("state")
 def _state_of(
-    config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None
+    config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool, number: int | None
 ) -> tuple[dict[str, float], float]:
     """Bytes of state by kind, and how many of them are the optimizer's without master weights."""
     if config.lora.lora_rank is not None:
@@ -265,7 +271,7 @@ class _OfLayers(NamedTuple):
 
 
 @once_per("layers")
-def _of_layers(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _OfLayers:
+def _of_layers(config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool) -> _OfLayers:
     offloads = config.training.offload_activations and not on_cpu
     kept, on_host, two_blocks = list[float](), list[float](), 0.0
     for chunk in on_rank.chunks:
@@ -282,7 +288,7 @@ def _of_layers(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool) -> _OfL
 
 
 @once_per("layers")
-def _waiting_gradients(config: ResolvedConfig, on_rank: OnRank) -> list[float]:
+def _waiting_gradients(config: ResolvedConfig, on_rank: RankStages) -> list[float]:
     """By stage, gradients of a microbatch that wait for those of weights."""
     blocks = ([layer.block for layer in chunk if layer.block is not None] for chunk in on_rank.chunks)
     return [sum(waiting_bytes(config, block) for block in of_stage) for of_stage in blocks]
@@ -294,7 +300,7 @@ def microbatches_in_flight(config: ResolvedConfig, rank: int) -> tuple[int, ...]
     return in_flight(config.parallel, rank, config.microbatches, until=until)
 
 
-def _of_replicas(config: ResolvedConfig, on_rank: OnRank) -> float:
+def _of_replicas(config: ResolvedConfig, on_rank: RankStages) -> float:
     """Gradients of a layer before replicas divide them, and its parameters, which are gathered."""
     if zero_stage(config) < 2:
         return 0.0
@@ -303,7 +309,7 @@ def _of_replicas(config: ResolvedConfig, on_rank: OnRank) -> float:
     return largest * (term_bytes(config) + gathered)
 
 
-def _quantised(config: ResolvedConfig, on_rank: OnRank) -> float:
+def _quantised(config: ResolvedConfig, on_rank: RankStages) -> float:
     """Weights in fp8, by rows and by columns, which the microbatches of a step share."""
     if config.precision.fp8 == "none" or config.microbatches == 1 or zero_stage(config) == 3:
         return 0.0
@@ -343,18 +349,18 @@ def held_on_host(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks
     return max(map(held, nodes))
 
 
-def needed_on_host(config: ResolvedConfig, cut: Cut, node_ranks: int) -> float:
+def needed_on_host(config: ResolvedConfig, staged: StagedModel, node_ranks: int) -> float:
     """`held_on_host` of ranks that compute on accelerators, as an estimate.
 
     Args:
         config: a resolved configuration.
-        cut: the model in stages.
+        staged: the model in stages.
         node_ranks: on each node.
     """
     if not config.offloads:
         return 0.0
     config = as_computed(config, on_cpu=False)
-    ranks = [_estimated(config, cut, rank, on_cpu=False) for rank in range(cut.ranks)]
+    ranks = [_estimated(config, staged, rank, on_cpu=False) for rank in range(staged.ranks)]
     return held_on_host(config, ranks, node_ranks)
 
 
@@ -393,7 +399,7 @@ class Kept(NamedTuple):
 
 
 @once_per("state")
-def kept_of_rank(config: ResolvedConfig, on_rank: OnRank, *, on_cpu: bool, number: int | None) -> Kept:
+def kept_of_rank(config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool, number: int | None) -> Kept:
     """What a rank keeps.
 
     Args:

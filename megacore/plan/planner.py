@@ -21,7 +21,6 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_choice import is_open, with_stages_that_fit
 from megacore.plan.checked import is_small, range_of
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import fastest_that_fits
 from megacore.plan.memory import (
@@ -33,6 +32,7 @@ from megacore.plan.memory import (
     needed_on_host,
     plan_memory,
 )
+from megacore.plan.stages import StagedModel
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
@@ -251,16 +251,16 @@ def usable_host_bytes(cluster: Cluster) -> float | None:
     return None if size is None or cluster.on_cpu else size * _USABLE
 
 
-def host_suffices(config: ResolvedConfig, cut: Cut, cluster: Cluster) -> bool:
+def host_suffices(config: ResolvedConfig, staged: StagedModel, cluster: Cluster) -> bool:
     """Whether each host has the memory for what its ranks offload; True where that is not known.
 
     Args:
         config: a resolved configuration.
-        cut: the model in stages.
+        staged: the model in stages.
         cluster: that computes.
     """
     usable = usable_host_bytes(cluster)
-    return usable is None or needed_on_host(config, cut, cluster.device.node_ranks) <= usable
+    return usable is None or needed_on_host(config, staged, cluster.device.node_ranks) <= usable
 
 
 def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
@@ -268,11 +268,16 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
 
     def fits(candidate: ResolvedConfig) -> bool:
-        cut = Cut(candidate, layers)
+        staged = StagedModel(candidate, layers)
         fullest = fullest_rank(
-            candidate, layers, on_cpu=cluster.on_cpu, limit=most, cut=cut, copies_logits=cluster.software.copies_logits
+            candidate,
+            layers,
+            on_cpu=cluster.on_cpu,
+            limit=most,
+            staged=staged,
+            copies_logits=cluster.software.copies_logits,
         )
-        return fullest.expected <= most and host_suffices(candidate, cut, cluster)
+        return fullest.expected <= most and host_suffices(candidate, staged, cluster)
 
     if is_open(config):
         config = fastest_that_fits(config, layers, cluster, fits)

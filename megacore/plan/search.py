@@ -26,7 +26,6 @@ from megacore.config import ResolvedConfig
 from megacore.models.outline import ModelLayer, outline
 from megacore.plan.checked import range_of
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut
 from megacore.plan.memory import (
     GIB,
     RankMemory,
@@ -35,20 +34,21 @@ from megacore.plan.memory import (
     needed_on_host,
     plan_memory,
 )
-from megacore.plan.once import SharedResults
 from megacore.plan.plan_json import layout_flags
 from megacore.plan.planner import FindsMemory, usable_bytes, usable_host_bytes
 from megacore.plan.search_space import (
     RECOMPUTED,
     Choice,
     Constraints,
-    Cuts,
+    StagedModels,
     Validity,
     divisions_of,
     variants,
     with_choice,
     worthwhile_recomputation,
 )
+from megacore.plan.shared_results import SharedResults
+from megacore.plan.stages import StagedModel
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_seconds, step_time
 
@@ -357,7 +357,7 @@ class _Evaluation:
         self._config, self._cluster, self._constraints = config, cluster, constraints
         self._recomputed = worthwhile_recomputation(config, on_cpu=cluster.on_cpu)
         self._is_valid = Validity(config, constraints.world_size)
-        self._cuts = Cuts(config, constraints)
+        self._staged = StagedModels(config, constraints)
 
     def within(self, capacity: float) -> _Evaluation:
         """The same for ranks that may take so many bytes, without layouts that offload what the run does not."""
@@ -369,15 +369,17 @@ class _Evaluation:
     def needed(self, choice: Choice) -> float:
         """Bytes that a layout needs."""
         config = with_choice(self._config, choice)
-        cut = self._cuts.of(config)
+        staged = self._staged.of(config)
         copies = self._cluster.software.copies_logits
-        return fullest_rank(config, cut.layers, on_cpu=self._cluster.on_cpu, cut=cut, copies_logits=copies).expected
+        return fullest_rank(
+            config, staged.layers, on_cpu=self._cluster.on_cpu, staged=staged, copies_logits=copies
+        ).expected
 
-    def _on_host(self, config: ResolvedConfig, cut: Cut) -> float:
+    def _on_host(self, config: ResolvedConfig, staged: StagedModel) -> float:
         """Bytes that a node needs in the memory of its host; 0 where there is no limit."""
         if self._host_capacity is None:
             return 0.0
-        return needed_on_host(config, cut, self._cluster.device.node_ranks)
+        return needed_on_host(config, staged, self._cluster.device.node_ranks)
 
     def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
         """The layouts of each of these degrees, which divide layers in the same way."""
@@ -395,7 +397,7 @@ class _Evaluation:
         fits = False  # the layout before, of which the next one may be the same with an offloaded optimizer
         on_cpu, copies_logits = self._cluster.on_cpu, self._cluster.software.copies_logits
         for choice in variants(self._config, self._constraints, degrees, self._recomputed):
-            if not self._is_valid(choice) or self._cuts.is_as_by_time(choice):
+            if not self._is_valid(choice) or self._staged.is_as_by_time(choice):
                 continue
             parallel, training = choice.parallel, choice.training
             is_another_try = parallel.offload_optimizer != self._config.parallel.offload_optimizer
@@ -405,7 +407,7 @@ class _Evaluation:
             fits = False
             if parallel.zero_stage not in states:
                 candidate = with_choice(self._config, choice)
-                even = even or _even_parameters(candidate, self._cuts.parts(candidate).layers)
+                even = even or _even_parameters(candidate, self._staged.parts(candidate).layers)
                 states[parallel.zero_stage] = sum(state_bytes(even[0], candidate, experts=even[1]).values())
             state = states[parallel.zero_stage]
             if state > self.capacity and not parallel.offload_optimizer:
@@ -421,9 +423,9 @@ class _Evaluation:
                 continue
             candidate = with_choice(self._config, choice)
             known.share_with(candidate)
-            cut = self._cuts.of(candidate)
+            staged = self._staged.of(candidate)
             needed = fullest_rank(
-                candidate, cut.layers, on_cpu=on_cpu, limit=self.capacity, cut=cut, copies_logits=copies_logits
+                candidate, staged.layers, on_cpu=on_cpu, limit=self.capacity, staged=staged, copies_logits=copies_logits
             ).expected
             if needed > self.capacity:
                 if needed > _FAR * self.capacity:
@@ -433,12 +435,12 @@ class _Evaluation:
                         exceeding |= {(alike, other) for other in more}
                 if not is_another_try:
                     result.is_too_large(choice, needed)
-            elif (on_host := self._on_host(candidate, cut)) > (self._host_capacity or math.inf):
+            elif (on_host := self._on_host(candidate, staged)) > (self._host_capacity or math.inf):
                 if not is_another_try:
                     result.least_on_host = min(result.least_on_host, on_host)
             else:
                 fits = True
-                seconds = step_seconds(candidate, cut.layers, self._cluster, simulated=False, cut=cut)
+                seconds = step_seconds(candidate, staged.layers, self._cluster, simulated=False, staged=staged)
                 result.fitting.append((choice, needed, seconds))
                 best = fastest[alike, kind] = min(seconds, fastest.get((alike, kind), math.inf))
                 if seconds > _SLOWER * best:

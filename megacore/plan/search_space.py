@@ -19,8 +19,8 @@ from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut, Parts
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
+from megacore.plan.stages import DistinctStages, StagedModel
 
 T = TypeVar("T")
 
@@ -355,7 +355,7 @@ Balance = Literal["time", "parameters", "flops", "uniform"]
 Stages = tuple[range, ...]
 
 
-class Cuts:
+class StagedModels:
     """How layouts cut the model into stages, of which many have the same.
 
     Args:
@@ -366,26 +366,26 @@ class Cuts:
     def __init__(self, config: ResolvedConfig, constraints: Constraints) -> None:
         self._config = config
         self._tries_time = "pipeline_balance" not in constraints.fixed
-        self._parts: dict[Hashable, Parts] = {}
+        self._distinct_stages: dict[Hashable, DistinctStages] = {}
         self._stages: dict[Hashable, Stages] = {}
         self._alike: dict[Stages, Stages] = {}  # equal ones are one object
-        self._cuts: dict[Hashable, Cut] = {}
+        self._staged: dict[Hashable, StagedModel] = {}
 
-    def parts(self, config: ResolvedConfig) -> Parts:
+    def parts(self, config: ResolvedConfig) -> DistinctStages:
         """The parts into which these degrees may cut the model."""
         key = config.parallel.tp, config.parallel.ep, config.parallel.expert_split
-        if key not in self._parts:
-            self._parts[key] = Parts(config, outline(config))
-        return self._parts[key]
+        if key not in self._distinct_stages:
+            self._distinct_stages[key] = DistinctStages(config, outline(config))
+        return self._distinct_stages[key]
 
-    def of(self, config: ResolvedConfig) -> Cut:
+    def of(self, config: ResolvedConfig) -> StagedModel:
         """The cut of a layout."""
         parts = self.parts(config)
         stages = self._stages_of(Choice(parallel=config.parallel, training=config.training))
         key = id(parts), config.parallel.pp, id(stages)
-        if key not in self._cuts:
-            self._cuts[key] = Cut(config, parts, stages)
-        return self._cuts[key]
+        if key not in self._staged:
+            self._staged[key] = StagedModel(config, parts, stages)
+        return self._staged[key]
 
     def is_as_by_time(self, choice: Choice) -> bool:
         """Whether balancing by time, which is tried too, cuts the model in the same way."""

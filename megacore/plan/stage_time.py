@@ -27,7 +27,7 @@ from megacore.models.size import attention_matrices, short_matrices, vocabulary_
 from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 from megacore.plan.software import Software
 from megacore.plan.state import expert_share, held_by_layer, held_experts
 from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic

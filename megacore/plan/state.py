@@ -14,7 +14,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 
 
 def state_bytes(

@@ -12,11 +12,11 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.plan.activations import layer_bytes, product_input_bytes
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut, OnRank
 from megacore.plan.devices import Case, Device
 from megacore.plan.memory import kept_of_rank
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
+from megacore.plan.stages import RankStages, StagedModel
 from megacore.plan.state import term_bytes, updated_parameters
 from megacore.plan.traffic import recomputed_whole, update_traffic
 from megacore.plan.whole_matrices import Product, busiest_seconds
@@ -44,18 +44,20 @@ class StepEnd(NamedTuple):
         return self.exposed + self.optimizer + self.host
 
 
-def step_ends(config: ResolvedConfig, cut: Cut, stages: Sequence[StageTime], speed: Speed) -> Iterator[StepEnd]:
+def step_ends(
+    config: ResolvedConfig, staged: StagedModel, stages: Sequence[StageTime], speed: Speed
+) -> Iterator[StepEnd]:
     """The end of a step on each pipeline rank, without ranks whose stages are those of one before.
 
     Args:
         config: a resolved configuration.
-        cut: the model in stages.
+        staged: the model in stages.
         stages: the times of each stage.
         speed: of the device.
     """
     pp = config.parallel.pp
-    for rank in cut.unlike_ranks:
-        yield _step_end(config, cut.on_rank(config, rank), stages[rank::pp], speed)
+    for rank in staged.unlike_ranks:
+        yield _step_end(config, staged.on_rank(config, rank), stages[rank::pp], speed)
 
 
 class _Update(NamedTuple):
@@ -80,7 +82,7 @@ class _Update(NamedTuple):
 
 
 @once_per("state")
-def _update(config: ResolvedConfig, held: OnRank, speed: Speed) -> _Update:
+def _update(config: ResolvedConfig, held: RankStages, speed: Speed) -> _Update:
     parallel, parameters = config.parallel, held.parameters
     both = rank_replicas(config, parameters=parameters, experts=held.experts)
     sums = [one.gradients for one in both if one.gradients is not None and parallel.zero_stage < 2]
@@ -101,7 +103,7 @@ def _update(config: ResolvedConfig, held: OnRank, speed: Speed) -> _Update:
     )
 
 
-def _step_end(config: ResolvedConfig, held: OnRank, stages: Sequence[StageTime], speed: Speed) -> StepEnd:
+def _step_end(config: ResolvedConfig, held: RankStages, stages: Sequence[StageTime], speed: Speed) -> StepEnd:
     """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
     parallel, update = config.parallel, _update(config, held, speed)
     # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.

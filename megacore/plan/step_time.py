@@ -19,10 +19,10 @@ from megacore.pipeline.schedule import Schedule, build_schedule, computations
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.simulator import Costs, Simulator, Timeline
 from megacore.plan.cluster import Cluster
-from megacore.plan.cut import Cut
 from megacore.plan.devices import Case
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 from megacore.plan.stage_time import Parts, Speed, StageTime, largest_of_normal, speed_of, stage_times
+from megacore.plan.stages import StagedModel
 from megacore.plan.step_end import step_ends
 from megacore.plan.traffic import stage_message, tied_gradients
 
@@ -93,7 +93,7 @@ def step_time(
     *,
     case: Case = "expected",
     simulated: bool = True,
-    cut: Cut | None = None,
+    staged: StagedModel | None = None,
 ) -> StepTime:
     """The time of a step.
 
@@ -103,9 +103,9 @@ def step_time(
         cluster: that computes it, with its software.
         case: which of the assumed values.
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
-        cut: the model in stages, if it is known.
+        staged: the model in stages, if it is known.
     """
-    step = _Step(config, layers, cluster, case=case, simulated=simulated, cut=cut)
+    step = _Step(config, layers, cluster, case=case, simulated=simulated, staged=staged)
     config, stages, speed, parallel = step.config, step.stages, step.speed, step.config.parallel
     length, m = step.length, config.microbatches
     without = length
@@ -146,11 +146,11 @@ def step_seconds(
     cluster: Cluster,
     *,
     simulated: bool = True,
-    cut: Cut | None = None,
+    staged: StagedModel | None = None,
 ) -> float:
     """Seconds of a step as `step_time` has them, and with its arguments; in half of the time, for it leaves out the
     parts."""
-    return _Step(config, layers, cluster, simulated=simulated, cut=cut).seconds
+    return _Step(config, layers, cluster, simulated=simulated, staged=staged).seconds
 
 
 class _Run(NamedTuple):
@@ -165,11 +165,11 @@ class _Run(NamedTuple):
 
 
 @once_per("microbatches")
-def _run(config: ResolvedConfig, cut: Cut, speed: Speed, *, simulated: bool) -> _Run:
+def _run(config: ResolvedConfig, staged: StagedModel, speed: Speed, *, simulated: bool) -> _Run:
     pp, m = config.parallel.pp, config.microbatches
-    stages = stage_times(config, cut.chunks, speed)
+    stages = stage_times(config, staged.chunks, speed)
     costs = pipeline_costs(config, stages, speed)
-    busy = {rank: sum([stage.total for stage in stages[rank::pp]]) * m for rank in cut.unlike_ranks}
+    busy = {rank: sum([stage.total for stage in stages[rank::pp]]) * m for rank in staged.unlike_ranks}
     busiest = max(busy, key=busy.__getitem__)
     on_busiest = range(busiest, len(stages), pp)
     length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
@@ -202,19 +202,19 @@ class _Step:
         *,
         case: Case = "expected",
         simulated: bool = True,
-        cut: Cut | None = None,
+        staged: StagedModel | None = None,
     ) -> None:
         if config.precision.precision == "fp16" and cluster.software.sums_fp16:  # gradients in 16 bits: as many bytes
             config = replace(config, precision=replace(config.precision, grad_reduce_dtype="bf16"))
         self.config = config
         self.speed = speed = speed_of(config, cluster, case)
-        cut = cut or Cut(config, layers)
-        run = _run(config, cut, speed, simulated=simulated)
+        staged = staged or StagedModel(config, layers)
+        run = _run(config, staged, speed, simulated=simulated)
         self.stages, self.costs, self.on_busiest, self.busiest_seconds, self.parts, self.length = run
         nodes = math.ceil(config.parallel.ranks / cluster.device.node_ranks)
         lag = 0.0 if cluster.on_cpu else cluster.device.node_spread.of(case) * largest_of_normal(nodes)
         self.slowest = self.parts.compute * lag
-        self.end = max(step_ends(config, cut, self.stages, speed), key=lambda one: one.seconds)
+        self.end = max(step_ends(config, staged, self.stages, speed), key=lambda one: one.seconds)
         tied = tied_gradients(config)
         self.tied = 0.0 if tied is None else speed.transfers([tied])
         self.factor = 1.0 if cluster.layouts is None else cluster.layouts.factor(config)

@@ -18,7 +18,7 @@ from megacore.config.dimensions import ranks_of_role, shard_ranks
 from megacore.config.optimizers import OptimizerSettings
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices
-from megacore.plan.once import once_per
+from megacore.plan.shared_results import once_per
 from megacore.plan.state import expert_copies, expert_share, held_by_layer, zero_stage
 from megacore.zero.packing import bucket_ends, exchange, grown, pack
 

@@ -11,8 +11,8 @@ from megacore.models.outline import ModelLayer
 from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.schedule import Action, Op, Schedule
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.plan.cut import Cut
 from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
+from megacore.plan.stages import StagedModel
 from megacore.tracer.cache import profiles_of
 from megacore.tracer.step_memory import MOST_UNLIKE, StepProfile, alike, change_of, left_by, peak_of, successions
 
@@ -24,10 +24,10 @@ def traced_rank(
     `layers`: the whole model. `on_cpu`: whether the ranks compute in host memory. `number`: of the rank in its stage;
     None: the one that keeps most."""
     config = as_computed(config, on_cpu=on_cpu)
-    cut = Cut(config, layers)
+    staged = StagedModel(config, layers)
     (profile,) = profiles_of(config, [rank], on_cpu=on_cpu, shares_work=False)
-    like = [alike(config, chunk)[1] for chunk in cut.on_rank(config, rank).chunks]
-    held = held_state(config, cut, rank, on_cpu=on_cpu, number=number)
+    like = [alike(config, chunk)[1] for chunk in staged.on_rank(config, rank).chunks]
+    held = held_state(config, staged, rank, on_cpu=on_cpu, number=number)
     return _traced(config, held, profile, like, list(_schedule(config).batches(rank)))
 
 
@@ -37,11 +37,13 @@ def traced_memory(
     """The memory of the ranks of a pipeline, of which one of each kind takes a step on fake tensors; arguments as for
     `plan_memory`. Loads torch, unless all kinds have been traced before."""
     config = as_computed(config, on_cpu=on_cpu)
-    cut, kinds = Cut(config, layers), dict[Hashable, list[int]]()
+    staged, kinds = StagedModel(config, layers), dict[Hashable, list[int]]()
     schedule = _schedule(config)
-    stages = {rank: [alike(config, chunk) for chunk in cut.on_rank(config, rank).chunks] for rank in range(cut.ranks)}
+    stages = {
+        rank: [alike(config, chunk) for chunk in staged.on_rank(config, rank).chunks] for rank in range(staged.ranks)
+    }
     for rank, of_rank in stages.items():
-        chunks = cut.on_rank(config, rank).chunks
+        chunks = staged.on_rank(config, rank).chunks
         built = tuple(tuple(id(chunk[n]) for n in numbers) for chunk, (numbers, _) in zip(chunks, of_rank, strict=True))
         kinds.setdefault((rank == 0, built, _actions(config, schedule, rank)), []).append(rank)
     # Of ranks that are alike the last one fills the pipeline with the fewest microbatches.
@@ -51,13 +53,13 @@ def traced_memory(
     )
     for ranks, profile in zip(kinds.values(), profiles, strict=True):
         for rank in ranks:
-            held = held_state(config, cut, rank, on_cpu=on_cpu)
+            held = held_state(config, staged, rank, on_cpu=on_cpu)
             like = [numbers for _, numbers in stages[rank]]
             found[rank] = _traced(config, held, profile, like, list(schedule.batches(rank)))
     if copies_logits:
-        last = found[cut.ranks - 1]
-        found[cut.ranks - 1] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))
-    return [found[rank] for rank in range(cut.ranks)]
+        last = found[staged.ranks - 1]
+        found[staged.ranks - 1] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))
+    return [found[rank] for rank in range(staged.ranks)]
 
 
 def _schedule(config: ResolvedConfig) -> Schedule:

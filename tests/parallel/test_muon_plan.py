@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
 from megacore.optim.whole_matrices import WholeMatrices
 from megacore.parallel.mesh import build_mesh
-from megacore.plan.cut import Cut
+from megacore.plan.stages import StagedModel
 from megacore.plan.whole_matrices import Product, busiest_seconds
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
@@ -96,7 +96,7 @@ def test_products_are_those_that_torch_counts(ranks: int, of_ranks: list[Case], 
             group = counts[first : first + layout[0]]
             turns = zip(*(counted.turns for counted in group), strict=True)
             slowest.append(max(counted.alone for counted in group) + sum(map(max, turns)))
-        cut = Cut(config, outline(config))
-        stages = [cut.on_rank(config, rank).chunks for rank in range(config.parallel.pp)]
+        staged = StagedModel(config, outline(config))
+        stages = [staged.on_rank(config, rank).chunks for rank in range(config.parallel.pp)]
         planned = max(busiest_seconds(config, chunks, flops, on_cpu=True) for chunks in stages)
         assert planned == max(slowest) > 0, (layout, changes)

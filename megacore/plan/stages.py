@@ -22,7 +22,7 @@ Chunk = Sequence[ModelLayer]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OnRank:
+class RankStages:
     """The layers of one pipeline rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class OnRank:
         return sum(map(sum, self.by_layer))
 
 
-class Parts:
+class DistinctStages:
     """The parts into which a model may be cut: stages with layers that are alike are one and the same, and so are the
     ranks that hold them.
 
@@ -65,19 +65,19 @@ class Parts:
         first: dict[Hashable, ModelLayer] = {}
         self._alike = [first.setdefault(_kind(config, layer), layer) for layer in layers]
         self._chunks: dict[Hashable, Chunk] = {}
-        self._ranks: dict[Hashable, OnRank] = {}
+        self._ranks: dict[Hashable, RankStages] = {}
 
     def chunk(self, numbers: range) -> Chunk:
         """The layers of a stage; for each the first that is like it."""
         chunk = self._alike[numbers.start : numbers.stop]
         return self._chunks.setdefault(tuple(map(id, chunk)), chunk)
 
-    def on_rank(self, config: ResolvedConfig, chunks: Sequence[Chunk], *, is_last: bool) -> OnRank:
+    def on_rank(self, config: ResolvedConfig, chunks: Sequence[Chunk], *, is_last: bool) -> RankStages:
         """What a pipeline rank with these stages holds."""
         key = (is_last, *map(id, chunks))
         if key not in self._ranks:
             experts = sum(held_experts(config, chunk) for chunk in chunks)
-            self._ranks[key] = OnRank(chunks=chunks, experts=experts, is_last=is_last)
+            self._ranks[key] = RankStages(chunks=chunks, experts=experts, is_last=is_last)
         return self._ranks[key]
 
 
@@ -85,7 +85,7 @@ def _kind(config: ResolvedConfig, layer: ModelLayer) -> Hashable:
     return layer_kind(layer), weights_taken_whole(config, layer)
 
 
-class Cut:
+class StagedModel:
     """A model in stages.
 
     Args:
@@ -95,21 +95,26 @@ class Cut:
     """
 
     def __init__(
-        self, config: ResolvedConfig, layers: Sequence[ModelLayer] | Parts, stages: Sequence[range] | None = None
+        self,
+        config: ResolvedConfig,
+        layers: Sequence[ModelLayer] | DistinctStages,
+        stages: Sequence[range] | None = None,
     ) -> None:
-        self._parts = layers if isinstance(layers, Parts) else Parts(config, layers)
-        self.layers = self._parts.layers
+        self._distinct_stages = layers if isinstance(layers, DistinctStages) else DistinctStages(config, layers)
+        self.layers = self._distinct_stages.layers
         self.ranks = ranks_of_role("pipeline", config.parallel)
         ranges = stage_ranges(self.layers, config) if stages is None else stages
-        self.chunks = [self._parts.chunk(numbers) for numbers in ranges]
-        self._on_rank: dict[int, OnRank] = {}
+        self.chunks = [self._distinct_stages.chunk(numbers) for numbers in ranges]
+        self._on_rank: dict[int, RankStages] = {}
         self._distinct: dict[bool, list[int]] = {}
 
-    def on_rank(self, config: ResolvedConfig, rank: int) -> OnRank:
+    def on_rank(self, config: ResolvedConfig, rank: int) -> RankStages:
         """What one pipeline rank holds; of the configuration only the degrees count."""
         if rank not in self._on_rank:
             is_last = rank == (len(self.chunks) - 1) % self.ranks
-            self._on_rank[rank] = self._parts.on_rank(config, self.chunks[rank :: self.ranks], is_last=is_last)
+            self._on_rank[rank] = self._distinct_stages.on_rank(
+                config, self.chunks[rank :: self.ranks], is_last=is_last
+            )
         return self._on_rank[rank]
 
     @cached_property
