@@ -53,8 +53,12 @@ expert, ep ranks hold different experts, and edp ranks hold copies of them."""
 
 def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
     """The number of ranks in a group of a role, one of `ROLES`."""
-    degrees = [d.degree for d in dimensions if d.divides in ROLES[role]]
-    return math.prod(degree if isinstance(degree, int) else getattr(parallel, degree) for degree in degrees)
+    ranks, divided = 1, ROLES[role]
+    for dimension in dimensions:  # a search asks a million times, for which a generator is slow
+        if dimension.divides in divided:
+            degree = dimension.degree
+            ranks *= degree if isinstance(degree, int) else getattr(parallel, degree)
+    return ranks
 
 
 def shard_ranks(parallel: Any) -> int:

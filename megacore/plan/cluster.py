@@ -303,7 +303,7 @@ def _of_table(table: Mapping[str, Any], path: Path, problems: list[str]) -> Clus
     file = _Reader({**usual, **table}, path, problems)
     texts = {name: file.text(name) for name in ("name", "source")}
     numbers = {name: file.number(name) for name in _NUMBERS}
-    peaks, ranges = file.peaks(usual["peak_tflops"]), file.ranges(table, usual["efficiency"])
+    peaks, ranges = file.peaks(usual["peak_tflops"]), file.ranges(usual["efficiency"])
     switches = {name: file.switch(name) for name in ("on_cpu", "node_mesh")}
     software, layouts = file.software(), file.layouts()
     known = {*_NUMBERS, *_USUAL, "based_on", "layouts"}
@@ -443,11 +443,9 @@ class _Reader:
         values = {**usual, **given}
         return {form: values[form] * 1e12 for form in _FORMATS if form in values}
 
-    def ranges(self, file: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Range]:
+    def ranges(self, usual: Mapping[str, Any]) -> dict[str, Range]:
         """By the field of a device; `usual`: what the file leaves out."""
-        given = dict(self._part("efficiency", "products = 0.7"))
-        if "efficiency" in file and "links" in given:
-            given.setdefault("network", given["links"])  # one number for both, as in older files
+        given = self._part("efficiency", "products = 0.7")
         found: dict[str, Range] = {}
         for name, values in {**usual, **given}.items():
             if name not in _RANGES:
@@ -465,6 +463,8 @@ class _Reader:
                 self._wrong(f"efficiency.{name}", values, f"must {order}: [slow, expected, fast]")
             else:
                 found[_RANGES[name]] = Range(*(v / (1e6 if is_time else 1) for v in triple))
+        if "links" in given and "network" not in given and "link_efficiency" in found:
+            found["network_efficiency"] = found["link_efficiency"]  # one number for both, as in older files
         return found
 
     def software(self) -> Software:

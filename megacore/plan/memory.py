@@ -195,7 +195,8 @@ def fullest_rank(
 def _estimated(
     config: ResolvedConfig, staged: StagedModel, rank: int, *, on_cpu: bool, copies_logits: bool = False
 ) -> RankMemory:
-    on_rank, held = staged.on_rank(config, rank), held_state(config, staged, rank, on_cpu=on_cpu)
+    on_rank = staged.on_rank(config, rank)
+    held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu)
     microbatch, on_host, working = _of_layers(config, on_rank, on_cpu=on_cpu)
     flying = microbatches_in_flight(config, rank)
     host = {"activations": sum(map(operator.mul, flying, on_host))} if on_host else {}
@@ -221,29 +222,37 @@ def _estimated(
     )
 
 
+@once_per("state")
 def held_state(
-    config: ResolvedConfig, staged: StagedModel, rank: int, *, on_cpu: bool, number: int | None = None
+    config: ResolvedConfig, on_rank: RankStages, *, rank: int, on_cpu: bool, number: int | None = None
 ) -> RankMemory:
-    """A rank with its state alone."""
-    on_rank = staged.on_rank(config, rank)
+    """A rank with its state alone.
+
+    Args:
+        config: a resolved configuration.
+        on_rank: what it holds.
+        rank: its number in the pipeline.
+        on_cpu: whether it computes in host memory.
+        number: of the rank in its stage; None: the one that keeps most.
+    """
     state, moments = _state_of(config, on_rank, on_cpu=on_cpu, number=number)
     host = dict[str, float]()
     if config.parallel.offload_optimizer and not on_cpu:
         host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
     if config.parallel.offload_params:
         host |= {"params": state["params"], "grads": state["grads"]}
+    layers = [one for chunk in on_rank.chunks for one in chunk]
     return RankMemory(
         pp_rank=rank,
         parameters=on_rank.parameters,
         state=state,
         host=host,
-        building=building_bytes(config, state, [one for chunk in on_rank.chunks for one in chunk], moments=moments),
+        building=building_bytes(config, state, layers, moments=moments),
         absent=late_bytes(config, moments, on_cpu=on_cpu),
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
     )
 
 
-@once_per("state")
 def _state_of(
     config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool, number: int | None
 ) -> tuple[dict[str, float], float]:

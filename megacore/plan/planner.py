@@ -27,12 +27,9 @@ from megacore.plan.memory import (
     CERTAIN,
     MOST_MEMORY,
     RankMemory,
-    fullest_rank,
     held_on_host,
-    needed_on_host,
     plan_memory,
 )
-from megacore.plan.stages import StagedModel
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
@@ -220,17 +217,7 @@ class Plan:
 
     def ways_out(self) -> list[WayOut]:
         """What would fit."""
-        local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
-        source = f"--cluster {self.cluster.name}"
-        limits = Limits(
-            memory=AvailableMemory(self.capacity * (local if self.cluster.on_cpu else 1), source),
-            host=None if self.host_capacity is None else AvailableMemory(self.host_capacity, source),
-            host_ranks=self.cluster.device.node_ranks,
-            on_cpu=self.cluster.on_cpu,
-            local_ranks=local,
-            cluster=self.cluster,
-        )
-        return ways_out(self.config, limits)
+        return ways_out(self.config, limits_of(self.cluster, self.config.parallel.ranks))
 
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""
@@ -251,36 +238,24 @@ def usable_host_bytes(cluster: Cluster) -> float | None:
     return None if size is None or cluster.on_cpu else size * _USABLE
 
 
-def host_suffices(config: ResolvedConfig, staged: StagedModel, cluster: Cluster) -> bool:
-    """Whether each host has the memory for what its ranks offload; True where that is not known.
-
-    Args:
-        config: a resolved configuration.
-        staged: the model in stages.
-        cluster: that computes.
-    """
-    usable = usable_host_bytes(cluster)
-    return usable is None or needed_on_host(config, staged, cluster.device.node_ranks) <= usable
+def limits_of(cluster: Cluster, ranks: int) -> Limits:
+    """The memory that a number of ranks may take of a cluster."""
+    source, host, node_ranks = f"--cluster {cluster.name}", usable_host_bytes(cluster), cluster.device.node_ranks
+    return Limits(
+        memory=AvailableMemory(cluster.device.memory_bytes * _USABLE, source),
+        host=None if host is None else AvailableMemory(host, source),
+        host_ranks=node_ranks,
+        on_cpu=cluster.on_cpu,
+        local_ranks=min(node_ranks, ranks) if cluster.on_cpu else 1,
+        cluster=cluster,
+    )
 
 
 def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     """The configuration with the schedule that --schedule auto is on a cluster, and with stages that fit."""
-    layers, most = outline(config), usable_bytes(cluster, config.parallel.ranks)
-
-    def fits(candidate: ResolvedConfig) -> bool:
-        staged = StagedModel(candidate, layers)
-        fullest = fullest_rank(
-            candidate,
-            layers,
-            on_cpu=cluster.on_cpu,
-            limit=most,
-            staged=staged,
-            copies_logits=cluster.software.copies_logits,
-        )
-        return fullest.expected <= most and host_suffices(candidate, staged, cluster)
-
+    fits = limits_of(cluster, config.parallel.ranks).fits
     if is_open(config):
-        config = fastest_that_fits(config, layers, cluster, fits)
+        config = fastest_that_fits(config, outline(config), cluster, fits)
     return with_stages_that_fit(config, fits)
 
 

@@ -47,7 +47,7 @@ from megacore.plan.search_space import (
     with_choice,
     worthwhile_recomputation,
 )
-from megacore.plan.shared_results import SharedResults
+from megacore.plan.shared_results import share_results
 from megacore.plan.stages import StagedModel
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_seconds, step_time
@@ -383,10 +383,10 @@ class _Evaluation:
 
     def __call__(self, divisions: Iterable[Mapping[str, Any]]) -> list[_Result]:
         """The layouts of each of these degrees, which divide layers in the same way."""
-        known = SharedResults()  # as long as they are of use
+        known: dict[Hashable, dict[Any, Any]] = {}  # as long as they are of use
         return [self._of_division(degrees, known) for degrees in divisions]
 
-    def _of_division(self, degrees: Mapping[str, Any], known: SharedResults) -> _Result:
+    def _of_division(self, degrees: Mapping[str, Any], known: dict[Hashable, dict[Any, Any]]) -> _Result:
         result = _Result()
         even: tuple[int, int] | None = None
         exceeding = set[tuple[int, str]]()  # what is far from fitting, and so with larger microbatches
@@ -422,7 +422,7 @@ class _Evaluation:
             if (alike, kind) in exceeding or (alike, size, kind) in at_this_size:
                 continue
             candidate = with_choice(self._config, choice)
-            known.share_with(candidate)
+            share_results(candidate, known)
             staged = self._staged.of(candidate)
             needed = fullest_rank(
                 candidate, staged.layers, on_cpu=on_cpu, limit=self.capacity, staged=staged, copies_logits=copies_logits

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from megacore.config import ResolvedConfig
@@ -28,9 +27,8 @@ def once_per(part: Part) -> Callable[[Function[P, R]], Function[P, R]]:
     keyword arguments by name and value.
 
     Args:
-        part: of the layout, on which alone it may depend: what `seen_by_layers`, `seen_by_state` or
-            `seen_by_microbatches` names (the cut of the model is told by its arguments), or how many ranks split a
-            layer.
+        part: of the layout, on which alone it may depend, as `share_results` has it; how the model is staged is told
+            by its arguments.
     """
 
     def computed_once(function: Function[P, R]) -> Function[P, R]:
@@ -56,45 +54,22 @@ def once_per(part: Part) -> Callable[[Function[P, R]], Function[P, R]]:
     return computed_once
 
 
-def seen_by_layers(config: ResolvedConfig) -> tuple[Hashable, ...]:
-    """What the layers of a rank see of a layout of given ranks."""
+def share_results(config: ResolvedConfig, known: dict[Hashable, dict[Any, Any]]) -> None:
+    """Let a configuration, which has no results so far, have those of other layouts of one search, as far as they agree
+    in a part. All have as many ranks."""
     parallel, training = config.parallel, config.training
-    degrees = parallel.tp, parallel.cp, parallel.ep, parallel.expert_split, parallel.pp > 1
+    degrees = parallel.tp, parallel.cp, parallel.ep, parallel.expert_split
     ways = parallel.sequence_parallel, parallel.may_split_backward, training.recompute, training.recompute_num_layers
-    return *degrees, *ways, training.micro_batch_size
-
-
-def seen_by_state(config: ResolvedConfig) -> tuple[Hashable, ...]:
-    """What the state of a rank, and its replicas, see of a layout of given ranks, of which the others are replicas."""
-    parallel = config.parallel
-    degrees = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.expert_split
-    # On stages 2 and 3 replicas communicate in every microbatch.
-    passes = (config.microbatches, parallel.may_split_backward) if parallel.zero_stage >= 2 else ()
-    return *degrees, parallel.zero_stage, parallel.offload_optimizer, *passes
-
-
-def seen_by_microbatches(config: ResolvedConfig) -> tuple[Hashable, ...]:
-    """What the microbatches of a step see, beside `seen_by_layers`, of a layout of given ranks: the pipeline, and the
-    stage of ZeRO if its replicas communicate in every microbatch."""
-    parallel = config.parallel
-    stage = parallel.zero_stage if parallel.zero_stage >= 2 else 0
-    return parallel.pp, parallel.schedule, parallel.virtual_stages, stage, config.microbatches
-
-
-@dataclass(frozen=True)
-class SharedResults:
-    """Results that the layouts of one search have in common, as far as they agree in a part."""
-
-    _known: dict[Hashable, dict[Any, Any]] = field(default_factory=dict)
-
-    def share_with(self, config: ResolvedConfig) -> None:
-        """Lets a configuration have them; it has none so far."""
-        of_layers = seen_by_layers(config)
-        seen: dict[Part, tuple[Hashable, ...]] = {
-            "layers": of_layers,
-            "state": seen_by_state(config),
-            "microbatches": (of_layers, *seen_by_microbatches(config)),
-            "split": (config.parallel.tp,),
-        }
-        for part, values in seen.items():
-            config.__dict__[f"_planned_of_{part}"] = self._known.setdefault((part, *values), {})
+    layers = *degrees, parallel.pp > 1, *ways, training.micro_batch_size
+    # On ZeRO's stages 2 and 3 replicas communicate in every microbatch.
+    stage, in_each = parallel.zero_stage, parallel.zero_stage >= 2
+    passes = (config.microbatches, parallel.may_split_backward) if in_each else ()
+    pipeline = parallel.pp, parallel.schedule, parallel.virtual_stages, config.microbatches
+    seen: dict[Part, tuple[Hashable, ...]] = {
+        "layers": layers,
+        "state": (*degrees, parallel.pp, stage, parallel.offload_optimizer, *passes),
+        "microbatches": (*layers, *pipeline, stage if in_each else 0),
+        "split": (parallel.tp,),
+    }
+    for part, values in seen.items():
+        config.__dict__[f"_planned_of_{part}"] = known.setdefault((part, *values), {})

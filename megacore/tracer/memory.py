@@ -26,8 +26,9 @@ def traced_rank(
     config = as_computed(config, on_cpu=on_cpu)
     staged = StagedModel(config, layers)
     (profile,) = profiles_of(config, [rank], on_cpu=on_cpu, shares_work=False)
-    like = [alike(config, chunk)[1] for chunk in staged.on_rank(config, rank).chunks]
-    held = held_state(config, staged, rank, on_cpu=on_cpu, number=number)
+    on_rank = staged.on_rank(config, rank)
+    like = [alike(config, chunk)[1] for chunk in on_rank.chunks]
+    held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu, number=number)
     return _traced(config, held, profile, like, list(_schedule(config).batches(rank)))
 
 
@@ -53,7 +54,7 @@ def traced_memory(
     )
     for ranks, profile in zip(kinds.values(), profiles, strict=True):
         for rank in ranks:
-            held = held_state(config, staged, rank, on_cpu=on_cpu)
+            held = held_state(config, staged.on_rank(config, rank), rank=rank, on_cpu=on_cpu)
             like = [numbers for _, numbers in stages[rank]]
             found[rank] = _traced(config, held, profile, like, list(schedule.batches(rank)))
     if copies_logits:
