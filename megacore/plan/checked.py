@@ -7,6 +7,8 @@ rows, one from the fast to the slow case that of 663. tests/plans/test_published
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
@@ -36,15 +38,10 @@ class Errors(NamedTuple):
 
 
 PUBLISHED = {
-    ("a100", "megatron-lm", "dense models"): Errors(430, 12288, 0.86, 1.24),
-    ("a100", "megatron-lm", "small models"): Errors(357, 64, 0.91, 1.23),
-    ("a100", "megatron-deepspeed", "dense models"): Errors(4, 3360, 0.98, 1.15),
-    ("h100", "megatron-core", "dense models"): Errors(7, 2048, 0.99, 1.04),
-    ("h100", "torch-eager", "dense models"): Errors(2, 16384, 0.93, 0.95),
-    ("h100", "megacore", "dense models"): Errors(1, 1, 0.94, 0.94),
-    ("h100", "megacore", "small models"): Errors(2, 1, 0.87, 0.98),
-    ("h100", "megacore", "mixtures of experts"): Errors(1, 1, 0.93, 0.93),
-    ("gb200", "megatron-core", "dense models"): Errors(9, 512, 0.99, 1.08),
+    (chip, trainer, kind): Errors(*errors)
+    for chip, trainer, kind, *errors in tomllib.loads(
+        Path(__file__).with_name("published_errors.toml").read_text(encoding="utf-8")
+    )["rows"]
 }
 """By device, trainer and kind of model; what is not here was never checked."""
 

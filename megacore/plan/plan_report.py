@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from megacore.models.size import vocabulary_rows
 from megacore.plan.checked import checked_line, checked_steps
 from megacore.plan.memory import GIB, RankMemory
 from megacore.plan.plan_json import (
+    REPORT,
     cluster_json,
     described,
     layout_flags,
@@ -39,22 +40,8 @@ from megacore.plan.planner import (
 )
 from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 
-# The parts of a step's time, in the order in which they are told; they add up to it.
-PARTS = {
-    "gemm": "compute: matrix multiplications (GEMM)",
-    "attention": "compute: attention",
-    "memory": "compute: memory-bound operators and host overhead",
-    "tensor": "tensor, sequence and context parallel communication, exposed",
-    "experts": "expert parallel communication, exposed",
-    "pipeline": "pipeline communication, exposed",
-    "replicas": "data parallel communication, exposed",
-    "tied": "sum of tied embedding gradients",
-    "bubble": "pipeline bubble",
-    "slowest": "waiting for the slowest node (straggler)",
-    "optimizer": "optimizer update",
-    "host": "offload copies to and from host memory, exposed",
-    "constant": "time of every step",
-}
+PARTS: Mapping[str, str] = REPORT["parts"]
+"""The parts of a step's time, in the order in which they are told."""
 AFTER_WARM_UP = "{} sends whole gradients in its warm-up: all times, bytes, days and the price are those after it"
 _ROUNDING = 0.02 * GIB  # of the columns of memory, which have two decimals
 LINKS = {"node": "in a node", "network": "between nodes"}

@@ -238,9 +238,9 @@ def _divided_experts(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool)
     if layer.block is None:
         return 0
     found = _of_block(config, layer.block, on_cpu=on_cpu)
-    taken = _taken_whole(config.optimizer_settings, layer.name, tuple(one.part for one in found))
+    taken = _taken_whole(config.optimizer_settings, layer.name, tuple(found))
     pairs = zip(found, taken, strict=True)
-    return sum(one.matrix.size for one, is_whole in pairs if one.matrix.of_expert and not is_whole)
+    return sum(one.size for one, is_whole in pairs if one.of_expert and not is_whole)
 
 
 def _among_others(
@@ -309,9 +309,11 @@ class Product(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix of a block on one rank.
+    """A weight of a block that an optimizer may take whole, on one rank.
 
     Attributes:
+        name: in its block.
+        shape: of the whole.
         size: elements.
         work: of its update, in the optimizer's unit.
         products: what it consists of where its slices are joined.
@@ -321,6 +323,8 @@ class Matrix(NamedTuple):
         factors: bytes that the optimizer keeps of its rows and columns.
     """
 
+    name: str
+    shape: tuple[int, ...]
     size: int
     work: float
     products: tuple[Product, ...]
@@ -363,8 +367,7 @@ def weights_taken_whole(config: ResolvedConfig, layer: ModelLayer) -> tuple[bool
     """Equal for layers of one kind that the optimizer treats alike, which may depend on their names."""
     if layer.block is None or not config.optimizer_settings.takes_some_whole:
         return ()
-    parts = tuple(one.part for one in _of_block(config, layer.block, on_cpu=False))
-    return _taken_whole(config.optimizer_settings, layer.name, parts)
+    return _taken_whole(config.optimizer_settings, layer.name, tuple(_of_block(config, layer.block, on_cpu=False)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -392,36 +395,22 @@ def _aligned(matrix: Matrix) -> int:
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     found = _of_block(config, block, on_cpu=on_cpu)
-    taken = _taken_whole(config.optimizer_settings, name, tuple(one.part for one in found))
-    return [one.matrix for one, is_taken in zip(found, taken, strict=True) if is_taken]
-
-
-class _Part(NamedTuple):
-    """The name of a weight in its block, and its shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class _OfBlock(NamedTuple):
-    """A weight of a block, and what it is on one rank if the optimizer takes it whole."""
-
-    part: _Part
-    matrix: Matrix
+    taken = _taken_whole(config.optimizer_settings, name, tuple(found))
+    return [one for one, is_taken in zip(found, taken, strict=True) if is_taken]
 
 
 @functools.lru_cache(maxsize=1024)  # of each block, for all layouts
-def _taken_whole(settings: OptimizerSettings, block: str, parts: tuple[_Part, ...]) -> tuple[bool, ...]:
-    """Which of its weights the optimizer takes whole."""
-    return tuple(settings.takes_whole(f"{block}.{part.name}.weight", part.shape) for part in parts)
+def _taken_whole(settings: OptimizerSettings, block: str, found: tuple[Matrix, ...]) -> tuple[bool, ...]:
+    """Which weights of a block the optimizer takes whole."""
+    return tuple(settings.takes_whole(f"{block}.{one.name}.weight", one.shape) for one in found)
 
 
 @once_per("layers")
-def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[_OfBlock]:
+def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> list[Matrix]:
     """The weights of a block that an optimizer may take whole, the last used first."""
     ranks, settings = ranks_of_role("layer", config.parallel), config.optimizer_settings
     inner, h, share = block.inner_size, block.hidden_size, expert_share(config, block)
-    mlp, found = "mlp", list[_OfBlock]()
+    mlp, found = "mlp", list[Matrix]()
     if share is not None:
         inner, mlp = share.experts.moe_shared_expert_size or 0, "mlp.shared"
     into = ["up", "gate"] if block.gated else ["up"]
@@ -431,8 +420,8 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
     def add(part: str, shape: tuple[int, ...], held: int, *products: Product, **how: bool) -> None:
         local = (held // math.prod(shape[1:]), *shape[1:])  # as many rows; no optimizer has factors of slices
         factors = settings.factor_bytes(local)
-        matrix = Matrix(held, settings.work_of(shape), products or (Product(1, *shape[-2:]),), factors=factors, **how)
-        found.append(_OfBlock(_Part(part, shape), matrix))
+        made = products or (Product(1, *shape[-2:]),)
+        found.append(Matrix(part, shape, held, settings.work_of(shape), made, factors=factors, **how))
 
     if inner:
         add(f"{mlp}.down", (h, inner), h * inner // ranks)
