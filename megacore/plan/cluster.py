@@ -20,7 +20,7 @@ from megacore.config.logging import LEAST_TFLOPS, MOST_TFLOPS
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.errors import ConfigError
 from megacore.files import read_bounded
-from megacore.plan.devices import Device, Link, Range
+from megacore.plan.devices import Device, Link, Range, tables_of
 from megacore.plan.measured_layouts import LENGTHS, MeasuredLayouts
 from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
 from megacore.train.peaks import Format
@@ -108,22 +108,15 @@ class Cluster:
 
 
 def _built_in() -> dict[str, Cluster]:
-    """Those of clusters.toml, each with the figures of the one that it is based on."""
+    """Those of clusters.toml."""
     found: dict[str, Cluster] = {}
-    tables = tomllib.loads(Path(__file__).with_name("clusters.toml").read_text(encoding="utf-8"))
-    for name, table in tables.items():
-        base = found.get(table.pop("based_on", ""))
-        known = {"price_per_hour", "on_cpu", "source", "peaks"} & table.keys()
-        fields = {field: table.pop(field) for field in known}
-        figures = {"name": name, **{field: _figure(value) for field, value in table.items()}}
-        device = Device(**figures) if base is None else dataclasses.replace(base.device, **figures)
-        cluster = Cluster(device=device, peaks={}) if base is None else base
-        cluster = dataclasses.replace(cluster, device=device, **fields)
-        if not cluster.on_cpu:
-            peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
-            chip = name.partition("-")[0]  # of all sizes of memory
-            cluster = dataclasses.replace(cluster, peaks=peaks, chip=chip)
-        found[name] = cluster
+    for name, table in tables_of("clusters.toml").items():
+        fields = {key: table[key] for key in ("price_per_hour", "on_cpu", "source", "peaks") if key in table}
+        device = Device(name=name, **{key: _figure(value) for key, value in table.items() if key not in fields})
+        peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
+        # The chip is that of all sizes of memory.
+        of_gpu = {} if fields.get("on_cpu") else {"peaks": peaks, "chip": name.partition("-")[0]}
+        found[name] = Cluster(device=device, **{**fields, **of_gpu})
     return found
 
 

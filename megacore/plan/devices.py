@@ -5,12 +5,22 @@ The devices themselves, and the sources of their figures, stand in clusters.toml
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from megacore.train.peaks import Format, peak_tflops
 
 Case = Literal["slow", "expected", "fast"]
+
+
+def tables_of(file: str) -> dict[str, dict[str, Any]]:
+    """The tables of a data file of the planner, each with what it does not say from the one that it is based on."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, table in tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8")).items():
+        found[name] = {**found.get(table.pop("based_on", ""), {}), **table}
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,13 @@ what each of them does in its usual setting, every figure with its source.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError
-from megacore.plan.devices import Range
+from megacore.plan.devices import Range, tables_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +56,15 @@ class Software:
 
 
 def _trainers() -> dict[str, Software]:
-    """Those of software.toml, each with the figures of the one that it is based on."""
-    found: dict[str, Software] = {}
-    tables = tomllib.loads(Path(__file__).with_name("software.toml").read_text(encoding="utf-8"))
-    for name, table in tables.items():
-        base, usual = table.pop("based_on", None), table.pop("usual", None)
-        fields = {"name": name, **{key: _figure(key, figure["value"]) for key, figure in table.items()}}
-        fields |= {} if usual is None else {"usual": usual}
-        found[name] = Software(**fields) if base is None else replace(found[base], **fields)
-    return found
+    """Those of software.toml."""
+    return {
+        name: Software(
+            name=name,
+            usual=table.get("usual", {}),
+            **{key: _figure(key, figure["value"]) for key, figure in table.items() if key != "usual"},
+        )
+        for name, table in tables_of("software.toml").items()
+    }
 
 
 def _figure(name: str, value: Any) -> Any:
