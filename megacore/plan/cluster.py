@@ -115,7 +115,7 @@ def _built_in() -> dict[str, Cluster]:
         device = Device(name=name, **{key: _figure(value) for key, value in table.items() if key not in fields})
         peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
         # The chip is that of all sizes of memory.
-        of_gpu = {} if fields.get("on_cpu") else {"peaks": peaks, "chip": name.partition("-")[0]}
+        of_gpu: dict[str, Any] = {} if fields.get("on_cpu") else {"peaks": peaks, "chip": name.partition("-")[0]}
         found[name] = Cluster(device=device, **{**fields, **of_gpu})
     return found
 
