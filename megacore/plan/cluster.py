@@ -289,8 +289,8 @@ def _of_table(table: Mapping[str, Any], path: Path, problems: list[str]) -> Clus
     usual: Mapping[str, Any] = _USUAL
     if base is not None:
         if not isinstance(base, str) or base not in CLUSTERS:
-            near = did_you_mean(base, CLUSTERS) if isinstance(base, str) else ""
-            problems.append(f"{path}: based_on = {_shown(base)} is not known: use {one_of(list(CLUSTERS))}{near}")
+            meant = did_you_mean(base, CLUSTERS) if isinstance(base, str) else ""
+            problems.append(f"{path}: based_on = {_shown(base)} is not known: use {one_of(list(CLUSTERS))}{meant}")
             base = next(iter(CLUSTERS))  # the fields that the file leaves to its base are not missing
         usual = {**_USUAL, **_table_of(CLUSTERS[base]), **{text: _USUAL[text] for text in ("name", "source")}}
     file = _Reader({**usual, **table}, path, problems)

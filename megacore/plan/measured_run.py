@@ -214,7 +214,8 @@ def _is_number(value: object, low: float, high: float) -> bool:
 
 def read_launch(path: Path, problems: list[str]) -> Launch:
     """The last start of a run, by its events.jsonl; what is missing there is not recorded."""
-    last = next((row for _, row in reversed(_rows(path, problems) or []) if row.get("event") == "launch"), {})
+    rows = reversed(_rows(path, problems) or [])
+    last: Mapping[str, Any] = next((row for _, row in rows if row.get("event") == "launch"), {})
     host, device, cores, memory, local = map(last.get, ("host", "device", "cores", "memory_bytes", "local_ranks"))
     machine = None
     if isinstance(cores, int) and _is_number(cores, 1, _MOST_CORES) and _is_number(memory, 1e6, _MOST_MEMORY):
