@@ -17,7 +17,6 @@ _BLOCK = 2048
 
 @triton.jit
 def _kept(seed, threshold, row, first, BLOCK: tl.constexpr):
-    """Which of BLOCK columns from `first` on are kept."""
     counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = counter * 0
     a, b, c, d = tl.philox(seed, counter, zero + row.to(tl.uint32), zero, zero)

@@ -32,7 +32,6 @@ def _forward(x_ptr, bias_ptr, y_ptr, width, HAS_BIAS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _gradient(dy, x):
-    """Of GELU at x."""
     square = x * x
     sigmoid = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282553484 * square))
     slope = x * (1.5957691216057308 + 0.21406443847660453 * square)

@@ -94,7 +94,6 @@ class Kernel:
         self._loaded[key] = loaded
 
     def _is_watched(self) -> bool:
-        """Whether somebody wants to be told of launches."""
         runtime = triton.knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         try:  # a chain of hooks each

@@ -77,11 +77,9 @@ class History:
 
     @property
     def start(self) -> Line:
-        """The last line of a start."""
         return self.start_of(self.lines[-1])
 
     def start_of(self, line: Line) -> Line:
-        """The start that wrote a line."""
         return next(each for each in reversed(self.lines[: line.number]) if each.kind == "start")
 
     def save_of(self, step: int) -> Line | None:

@@ -38,7 +38,6 @@ class Line(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """start, step, rollback or save."""
         kind: str = self.record["line"]
         return kind
 
@@ -107,7 +106,7 @@ class Ledger:
             raise StorageError(f"{path}: {error.strerror}") from None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a line. Raises StorageError where it cannot be written."""
+        """Raises StorageError where the line cannot be written."""
         text, seal = sealed(record, self._seal)
         try:
             self._file.append(text)
@@ -116,6 +115,5 @@ class Ledger:
         self._seal = seal
 
     def close(self) -> None:
-        """Flush it to the disk; nothing follows."""
         self._file.sync()
         self._file.close()

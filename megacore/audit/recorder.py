@@ -112,13 +112,11 @@ class Recorder(Callback):
         self._waiting = record, on_host.copy_(numbers, non_blocking=True)
 
     def before_save(self, run: Run) -> None:
-        """Hash what is saved."""
         hashes = self._hashes()
         if self._ledger is not None:
             self._to_save[run.step] = hashes
 
     def on_save(self, run: Run, saved: Saved) -> None:
-        """Note the checkpoint, and what it must hold."""
         if self._ledger is None:
             return
         state = self._to_save.pop(saved.step)
@@ -138,14 +136,12 @@ class Recorder(Callback):
         )
 
     def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
-        """Note that steps are taken again."""
         hashes = self._hashes()
         if self._ledger is not None:
             of_rollback = {"step": run.step, "samples": rollback.stop_sample, "from_step": rollback.from_step}
             self._ledger.append({"line": "rollback", **of_rollback, "reason": reason, "state": hashes})
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Nothing follows."""
         self._hashes()
         if self._ledger is not None:
             self._ledger.close()

@@ -51,8 +51,6 @@ class Attention(nn.Module):
 
     Args:
         config: dropout on the attention weights, soft cap of the scores.
-        context: groups, device and what else a layer is built with.
-        name: the layer's global name.
         causal: no position sees a later one.
         window: as for `ops.attention`.
         rotary: turns queries and keys by their positions; None: nothing does.
@@ -140,14 +138,8 @@ class Attention(nn.Module):
 
 class SelfAttention(Attention):
     """Attention as in Vaswani et al. 2017 (arXiv 1706.03762, section 3.2), with dropout on the attention weights.
-
-    Args:
-        config: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
-            divides or is a multiple of the number of key and value heads.
-        context: groups, device and what else a layer is built with.
-        name: the layer's global name.
-        mixing: keyword arguments of `Attention`.
-    """
+    `config`: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
+    divides or is a multiple of the number of key and value heads. `mixing`: keyword arguments of `Attention`."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str, **mixing: Any) -> None:
         super().__init__(config, context, name, **mixing)

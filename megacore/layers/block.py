@@ -38,8 +38,7 @@ def run_light(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Te
 
 class MLP(nn.Module):
     """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward. `config`: sizes,
-    biases, activation; the group's size divides `ffn_hidden_size`. `context`: groups, device and what else a layer is
-    built with."""
+    biases, activation; the group's size divides `ffn_hidden_size`."""
 
     inputs: ClassVar[tuple[str, ...]] = ("up",)
     """The projections of the input, in the order of the parameters."""
@@ -84,7 +83,6 @@ class GatedMLP(MLP):
         self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
         both = joined_columns_parallel(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
         if both is not None:
             return self.run(self.down, ops.swiglu_of_halves(both), (ops.swiglu_of_halves, both))
@@ -166,11 +164,9 @@ class Unnormed(nn.Identity):
     """In place of a norm where a block has none."""
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x, twice."""
         return x, x
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, twice."""
         return self.with_input(x + residual)
 
 
@@ -197,7 +193,6 @@ class TransformerBlock(nn.Module):
 
     Args:
         config: sizes, kinds of layers and dropout.
-        context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
         attention: builds attention; None: the configuration says which.
@@ -272,7 +267,6 @@ class ParallelBlock(TransformerBlock):
     """Attention and MLP side by side, as in GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1)."""
 
     def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-        """As of a pre-norm block."""
         normed, x = self.attention_norm.with_input(x)
         attended = self._attended(normed, x, beside)
         normed, x = self.mlp_norm.with_input(x)
@@ -286,7 +280,6 @@ class SharedNormBlock(ParallelBlock):
     """With one norm for both, as in GPT-J."""
 
     def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-        """As of a pre-norm block."""
         normed, x = self.attention_norm.with_input(x)
         residual = self.attention_residual.add(self._attended(normed, x, beside), x)
         mixed = self.run_mlp(self.mlp, normed, (self.attention_norm, x), *map(beside.get, self.mlp_beside))
@@ -295,8 +288,7 @@ class SharedNormBlock(ParallelBlock):
 
 class PostNormBlock(nn.Module):
     """Bidirectional attention and MLP, each added to its input and then normed (Vaswani et al. 2017, arXiv 1706.03762,
-    section 3.1; Devlin et al. 2018, arXiv 1810.04805). `context`: groups, device and what else a layer is built with.
-    `name`: the block's global name, `blocks.17`."""
+    section 3.1; Devlin et al. 2018, arXiv 1810.04805). `name`: the block's global name, `blocks.17`."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()

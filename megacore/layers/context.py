@@ -72,7 +72,6 @@ class BuildContext:
         device: torch.device,
         streams: RandomStreams,
     ) -> BuildContext:
-        """The context of a configured run."""
         return cls(
             layer_group=layer_group,
             sequence=SequenceShards(sequence_group, config.context_comm),
@@ -110,12 +109,10 @@ class BuildContext:
 
     @property
     def parallel_arguments(self) -> ParallelArguments:
-        """Arguments of every parallel layer."""
         return {"group": self.layer_group, "sequence_parallel": self.sequence_parallel, "device": self.device}
 
     @property
     def linear_arguments(self) -> LinearArguments:
-        """Arguments of every parallel linear layer."""
         return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
 
     @property

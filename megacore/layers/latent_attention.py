@@ -34,14 +34,8 @@ from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention.
-
-    Args:
-        config: sizes, norms of the short vectors, dropout; the group's size divides the number of heads.
-        context: groups, device and what else a layer is built with.
-        name: the layer's global name.
-        mixing: keyword arguments of `Attention`, with a rotation.
-    """
+    """Multi-head latent attention. `config`: sizes, norms of the short vectors, dropout; the group's size divides the
+    number of heads. `mixing`: keyword arguments of `Attention`, with a rotation."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str, **mixing: Any) -> None:
         super().__init__(config, context, name, **mixing)

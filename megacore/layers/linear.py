@@ -12,8 +12,7 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicat
 
 class ReplicatedLinear(ShardedModule):
     """y = x W^T + b, whole on every tensor-parallel rank. Sequence parallel, a rank applies it to its positions, and
-    the weights' gradients are summed with those of the norms. `bias`: whether there is a bias. `products`: computes the
-    layer's matrix products. `blocks`: where sums over positions are cut."""
+    the weights' gradients are summed with those of the norms. `blocks`: where sums over positions are cut."""
 
     def __init__(
         self,

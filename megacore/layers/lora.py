@@ -62,7 +62,6 @@ class Adapted(nn.Module):
     lora_scale: float
 
     def forward(self, x: Tensor, **choices: Any) -> Tensor:
-        """As of the plain layer."""
         return self.adapted(x, super().forward(x, **choices))
 
     def adapted(self, x: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +75,6 @@ class AdaptedGatedMLP(GatedMLP):
     """Adds what the adapters of its two projections give, which share the input's communication."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
         layers = [self.gate, self.up]
         gate, up = (
             layer.adapted(x, y) if isinstance(layer, Adapted) else y

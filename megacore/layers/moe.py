@@ -189,7 +189,6 @@ class Router(ShardedModule):
         return self.blocks.over_positions(_linear, [wide], [self.weight])
 
     def note(self, route: Route) -> None:
-        """Count what the tokens of a forward have chosen."""
         self.counts.add_(route.counts)
         if route.gap is not None:
             torch.minimum(self.gap, route.gap, out=self.gap)
@@ -204,8 +203,8 @@ def _gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class SharedExpert(ShardedModule):
-    """An MLP that every token uses, and a gate where the model has one. `experts`: its section, with a shared expert.
-    `context`: groups, device and what else a layer is built with."""
+    """An MLP that every token uses, and a gate where the model has one. `experts`: its section, with a shared
+    expert."""
 
     def __init__(self, config: ResolvedModel, experts: ResolvedExperts, context: BuildContext) -> None:
         super().__init__()
@@ -215,7 +214,6 @@ class SharedExpert(ShardedModule):
         self.blocks = context.blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
         y: Tensor = self.mlp(x)
         return y if self.gate is None else y * self.blocks.over_positions(_gate, [x], [self.gate])
 
@@ -281,7 +279,7 @@ class MoE(nn.Module):
     positions, and gathers the others' only where it has a part of each expert. With canonical blocks the experts add up
     their parts before tokens do, so that all ranks have the same rows, and whole gradients of tokens and weights.
 
-    `config`: of the block, with experts. `context`: groups, device and what else a layer is built with.
+    `config`: of the block, with experts.
     """
 
     leaves_padding_out = True

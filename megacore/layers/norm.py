@@ -48,7 +48,6 @@ class LayerNorm(ShardedModule):
             self.bias = replicated(hidden_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
         weight, bias = (self.weight, self.bias) if self.is_plain else _parameters_of(self)
         return ops.rms_norm(x, weight, self.epsilon) if self.rms else ops.layer_norm(x, weight, bias, self.epsilon)
 
@@ -142,7 +141,7 @@ class NormOfEachHead(ShardedModule):
         self.weight = replicated(heads * config.head_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, heads of this rank, d] -> the same"""
+        """[b, s, heads of this rank, d]"""
         return self.normed(x, copy_to_group(self.weight, self.group), self.ranks.rank, self.ranks.size)
 
     def normed(self, x: Tensor, weight: Tensor, part: int, parts: int) -> Tensor:

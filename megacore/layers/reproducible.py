@@ -30,7 +30,6 @@ class LayerNormOfBlocks(LayerNorm):
     of_heads = False  # whether the vectors are those of this rank's heads, [b, s, heads, d]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
         over = self.blocks.over_heads if self.of_heads else self.blocks.over_positions
         return over(self._normed, [x], [self.weight, self.bias])
 
@@ -39,11 +38,9 @@ class LayerNormOfBlocks(LayerNorm):
         return ops.rms_norm(x, weight, self.epsilon) if self.rms else ops.layer_norm(x, weight, bias, self.epsilon)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, and x."""
         return self.forward(x), x
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of two tensors [..., h], and the sum."""
         return self.with_input(x + residual)
 
 
@@ -57,7 +54,6 @@ class JointHeadNormOfBlocks(JointHeadNorm):
     blocks: Blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, heads of this rank, d] -> the same"""
         weight, bias = weight_of_group(self), of_group(self.bias, self.group)
         parts = [part.float().flatten(2) for part in self.blocks.split(x, 2)]
         if not self.is_rms:
@@ -80,7 +76,6 @@ class NormOfEachHeadOfBlocks(NormOfEachHead):
     blocks: Blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, heads of this rank, d] -> the same"""
         held, summed_later = self.blocks.held, self.blocks.sequence_parallel
         weights = self.blocks.terms(self.weight, len(held), gathered=not summed_later)
         parts = zip(self.blocks.split(x, 2), weights, held, strict=True)
@@ -93,12 +88,10 @@ class DropoutOfBlocks(Dropout):
     blocks: Blocks
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + dropout(x)"""
         dropped: Tensor = self(x)
         return residual + dropped
 
     def mask(self, x: Tensor) -> Tensor:
-        """As of the plain layer."""
         parts = zip(x.split(self.blocks.sizes_of_positions(x.shape[1]), 1), self.blocks.held_positions, strict=True)
         return torch.cat([self.drawn(part, number) for part, number in parts], 1)
 
@@ -109,7 +102,6 @@ class AttentionOfBlocks(Attention):
     blocks: Blocks
 
     def adopt(self) -> None:
-        """Take over from the plain layer."""
         self.split_by *= self.blocks.sequence.group.size
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
@@ -133,7 +125,6 @@ class SelfAttentionOfBlocks(AttentionOfBlocks, SelfAttention):
     in the order of the blocks."""
 
     def adopt(self) -> None:
-        """Take over from the plain layer."""
         super().adopt()
         self.head_ranks, self.head_rank, self.has_whole_groups = self.blocks.ranks, self.blocks.rank, False
         for norm in (self.query_norm, self.key_norm):

@@ -44,7 +44,7 @@ class RopeScaling:
 
     @classmethod
     def of(cls, config: ResolvedModel) -> RopeScaling | None:
-        """The one that a configuration asks for, if any."""
+        """None: the configuration asks for none."""
         if config.rope_scaling == "none":
             return None
         is_yarn = config.rope_scaling == "yarn"
@@ -62,7 +62,6 @@ class RopeScaling:
 
     @property
     def by_length(self) -> bool:
-        """Whether frequencies depend on the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
 

@@ -53,14 +53,12 @@ class Scene:
 
     @property
     def flat(self) -> tuple[Tensor | float | None, ...]:
-        """What `of_flat` makes a scene of."""
         view = self.view
         tensors = view.documents, self.slopes, self.seeds
         return *tensors, view.causal, view.window, self.soft_cap, self.dropout, self.block
 
     @classmethod
     def of_flat(cls, documents: Any, slopes: Any, seeds: Any, causal: Any, window: Any, *numbers: Any) -> Scene:
-        """Undo `flat`."""
         view, (soft_cap, dropout, block) = Visibility(causal=causal, window=window, documents=documents), numbers
         return cls(view=view, slopes=slopes, seeds=seeds, soft_cap=soft_cap, dropout=dropout, block=block)
 
@@ -160,7 +158,6 @@ def attend_tile_backward(
 
 
 def _products(query: Tensor, key: Tensor, scene: Scene) -> Tensor:
-    """The scores, capped, [b, n, q, k] fp32."""
     scaled = _rows(query.float() * (1.0 / math.sqrt(query.shape[-1])), key)
     scores = (scaled @ key.float().transpose(-1, -2)).view(*query.shape[:-1], key.shape[2])
     return scores if scene.soft_cap is None else soft_cap_(scores, scene.soft_cap)
@@ -344,7 +341,6 @@ def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) ->
 
 
 def _masks(scene: Scene) -> dict[str, Any]:
-    """A scene as kernels take it."""
     documents, slopes = (None if x is None else x.contiguous() for x in (scene.view.documents, scene.slopes))
     return {"documents": documents, "slopes": slopes, "causal": scene.view.causal, "reach": scene.view.reach}
 

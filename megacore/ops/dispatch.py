@@ -126,7 +126,6 @@ class Node(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
-        """The results of `forward`, for autograd."""
         return super().apply(*arguments) if transforms_active() else cls._apply(*arguments)
 
 
@@ -166,7 +165,6 @@ class Operator:
         self._node: Callable[..., Any] | None = None  # the function in an autograd node, if it has a gradient
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The shapes of the results, as for `torch.library.custom_op`."""
         self.custom_op.register_fake(function)
         return function
 

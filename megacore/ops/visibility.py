@@ -69,7 +69,7 @@ class Visibility:
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key. Padding sees
-        padding of the keys here. `device`: where the mask is made."""
+        padding of the keys here."""
         seen = self._near(queries, keys, device)
         if self.documents is None:
             return seen

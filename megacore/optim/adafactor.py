@@ -94,7 +94,6 @@ class Adafactor(Optimizer[AdafactorConfig]):
         self._begin()
 
     def _direction(self, run: LocalRun) -> Tensor:
-        """The step of a run once more, from its gradient in 16 bits."""
         gradient = run.gradient
         assert gradient is not None
         direction = gradient.float()

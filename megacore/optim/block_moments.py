@@ -141,7 +141,6 @@ class BlockMoments(KeptMoments):
         self._waiting.clear()
 
     def _read(self, part: Part, column: int) -> Tensor:
-        """Values of a part in fp32."""
         run, pieces, numbers = part.local.run, self._pieces[part.local], self._numbers(part)
         scales = self._scales(run, column)[_shifted(numbers, pieces.first)]
         codes = self._codes(run, column)[part.in_run]
@@ -186,7 +185,6 @@ class BlockMoments(KeptMoments):
         return self.state[run][name]
 
     def _scales(self, run: LocalRun, column: int) -> Tensor:
-        """A run's scales, of each of its pieces."""
         name = self.kinds[column].name + SCALES
         if name not in self.state[run]:
             self.state[run][name] = torch.zeros(self._count[run], device=run.master.device)

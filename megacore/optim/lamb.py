@@ -52,7 +52,6 @@ class LambStep(AdamLike[L]):
         self.note_rates(runs, lr=lr, weight_decay=weight_decay)
 
     def note_rates(self, runs: Sequence[LocalRun], *, lr: float, weight_decay: float) -> None:
-        """Remember the rates for `finish`."""
         self._rates |= dict.fromkeys(runs, _Rates(lr, weight_decay))
 
     def ratios(self) -> Tensor:

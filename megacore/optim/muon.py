@@ -125,7 +125,6 @@ class Muon(AdamLike[MuonConfig]):
         return scales
 
     def _scale(self, rows: int, columns: int) -> float:
-        """Factor of the learning rate for a matrix of this shape."""
         match self.settings.muon_scale_mode:
             case "spectral":
                 scale = math.sqrt(max(rows, columns))

@@ -165,15 +165,11 @@ class Culprit(NamedTuple):
 
 
 class _LargestEntry(NamedTuple):
-    """The largest gradient entry of a rank, and its parameter."""
-
     value: float
     name: str
 
 
 class _RankReport(NamedTuple):
-    """What a rank knows of a step that is not finite."""
-
     first: _Source | None
     largest: _LargestEntry
 

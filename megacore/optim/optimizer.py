@@ -132,7 +132,6 @@ class Optimizer(ABC, Generic[S]):
         return local.state(self, name)
 
     def set_values(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
-        """Set the state of a segment, for `resume`."""
         self.tensor(local.run, kind)
         part = local.state(self, kind.name)
         assert part is not None

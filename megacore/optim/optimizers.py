@@ -72,7 +72,6 @@ def register_optimizer(name: str, settings: type[OptimizerSettings], optimizer: 
 
 
 def _problems_of_settings(settings: type[OptimizerSettings]) -> list[str]:
-    """Why settings cannot be a section of the configuration."""
     if settings.__bases__ != (OptimizerSettings,) or "__dataclass_fields__" not in vars(settings):
         return ["the settings must be a frozen dataclass whose only base is OptimizerSettings"]
     own, others = field_infos(settings), set(all_fields(Config))

@@ -38,7 +38,7 @@ class Limits:
     norm: Limit = Limit()
 
     def exceeded(self, loss: float, norm: float) -> str | None:
-        """Which limit is exceeded, in words; None if neither is."""
+        """In words; None if neither is."""
         pairs = (("loss", loss, self.loss), ("gradient norm", norm, self.norm))
         exceeded = [
             f"the {name} {value:.4g} is above {limit.value:.4g} (median {limit.median:.4g}, robust deviation "
@@ -93,7 +93,6 @@ class SpikeGuard:
         return {"spikes": self.total, "spikes_in_a_row": self.in_a_row}
 
     def series(self) -> dict[str, list[float]]:
-        """The accepted values, the oldest first."""
         return {"accepted_losses": list(self._losses), "accepted_norms": list(self._norms)}
 
     def load(self, counters: Mapping[str, float], series: Mapping[str, Sequence[float]]) -> None:

@@ -254,7 +254,6 @@ class WeightUpdate:
         return {**counters, **self.guard.counters(), **self.scaler.state()}
 
     def series(self) -> dict[str, list[float]]:
-        """Lists of numbers that belong to the state of a resumed run."""
         own = self.guard.series() | self.optimizer.series()
         return own | ({} if self._adaptive_clip is None else self._adaptive_clip.series())
 
@@ -526,7 +525,6 @@ class LossScaler:
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:
-        """All gradients were finite."""
         if not self.dynamic:
             return
         self._good_steps += 1

@@ -36,7 +36,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an update."""
         runs = self._data_parallel.runs
         if runs:
             averages = [self._optimizer.tensor(run, EMA).view(-1) for run in runs]

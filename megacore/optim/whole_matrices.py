@@ -33,16 +33,15 @@ class _Matrix:
     slices: tuple[Slices, ...]  # of the ranks, in group order
 
     def sizes(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's slice."""
+        """Of a rank's slice."""
         return tuple(stop - start for start, stop in self.slices[rank])
 
     def elements(self, rank: int) -> int:
-        """Of a rank's slice."""
         return int(torch.Size(self.sizes(rank)).numel())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all slices together."""
+        """Of the whole."""
         return tuple(
             max(stop for _, stop in ranges) - min(start for start, _ in ranges)
             for ranges in zip(*self.slices, strict=True)

@@ -63,7 +63,7 @@ class Blocks:
 
     @property
     def rank(self) -> int:
-        """This rank's number among them, in the order of their blocks."""
+        """This rank's number in the order of the ranks' blocks."""
         return self.group.rank * self.sequence.group.size + self.sequence.group.rank
 
     @property
@@ -263,7 +263,6 @@ class Blocks:
         return with_gradient(y, _WeightGradients.apply(self, products, y.detach(), x, dim, weight, bias))
 
     def _sum_everywhere(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, fp32, on each of them."""
         return _sum_of_ranks(_sum_of_ranks(x, self.sequence.group), self.group)
 
     def _leave(self, partial: Tensor, dtype: torch.dtype) -> Tensor:

@@ -134,7 +134,6 @@ class Sum:
             self._pending = start_all_reduce_(self._sum, group)
 
     def wait(self) -> Tensor:
-        """The sum."""
         if self._compiled:
             return _compiled_ops.wait_tensor(self._sum)
         self._pending.wait()

@@ -100,7 +100,6 @@ def compile_layer(
 
 
 def _runs_as_it_is(module: nn.Module) -> bool:
-    """Whether compiled code ends before the module."""
     return "forward" in getattr(module, "uncompiled", ())
 
 

@@ -63,7 +63,6 @@ class ExpertRanks:
 
     @classmethod
     def of(cls, mesh: Mesh, *, sequences: int, apart: bool = False) -> ExpertRanks:
-        """Those of a mesh."""
         return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences, apart=apart)
 
 
@@ -294,7 +293,6 @@ class GroupedProducts(Products):
         return total
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
-        """The same, added to `total`."""
         if (together := self._together(x, x.shape[1], grad.shape[1])) != "loop":
             add_grouped_weight_gradients(total, grad, x, self._groups, together, has_terms=has_terms)
             return

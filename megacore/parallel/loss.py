@@ -158,7 +158,6 @@ class ChunkedLoss:
         return torch.sum(loss * scored.mask), likeliest_of_ranks(values, ids, share).view(loss.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
-        """All of the input, [b, s, h]."""
         if self.blocks.divide:
             return self.blocks.entered(x)
         if self.group.size == 1:
@@ -228,7 +227,6 @@ class _Pass:
         return losses(torch.stack(local) if self.layer.blocks.divide else local[0], ids, share=share, options=options)
 
     def loss_of(self, rows: slice) -> Tensor:
-        """The losses of a chunk."""
         return self.loss_and_sums(self.logits(self.tokens(rows)), rows)[0]
 
     def loss_and_likeliest_of(self, values: Tensor, ids: Tensor, rows: slice) -> Tensor:
@@ -277,7 +275,6 @@ class _Gradients:
         ]
 
     def add(self, rows: slice) -> Tensor:
-        """The losses of a chunk, whose gradients are added."""
         run, layer, has_terms = self.run, self.run.layer, rows.start > 0
         of_input, of_weight, of_bias = self.known
         tokens = run.tokens(rows)

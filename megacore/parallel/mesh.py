@@ -70,7 +70,6 @@ class Holders:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Their global ranks."""
         return tuple(self.pipeline.ranks[position] for position in self.positions)
 
 
@@ -128,11 +127,11 @@ class Mesh:
         return describe_rank(rank, self.degrees)
 
     def shard_group(self, role: ReplicaRole) -> Group:
-        """Those of `replica_group` over which ZeRO shards."""
+        """The part of `replica_group` over which ZeRO shards."""
         return self.shards if role == "replicas" else self.replica_group(role)
 
     def across_group(self, role: ReplicaRole) -> Group:
-        """Those of `replica_group` that hold copies of the same shards."""
+        """The part of `replica_group` that holds copies of the same shards."""
         return self.across if role == "replicas" else ALONE
 
     @property
@@ -401,7 +400,6 @@ class _Device:
 
 
 def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
-    """The problems of the ranks' devices taken together."""
     for problem, ranks in _alike(device.problem for device in devices):
         yield f"{problem} ({ranks_in_words(ranks)}, {devices[ranks[0]].host})"
     kinds = _alike(device.kind for device in devices)

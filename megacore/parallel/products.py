@@ -204,8 +204,8 @@ class _Output(Node):
 
 class _WeightGradient(Node):
     """Forward gives zeros of the output's shape, one number in memory; backward the gradients of weight and bias.
-    Autograd asks a node for all gradients that it can give. A schedule that wants those of weights later therefore
-    needs them in another node than the input's."""
+    Autograd asks a node for all gradients that it can give: a schedule that wants those of weights later needs them in
+    a separate node."""
 
     @staticmethod
     def forward(
@@ -293,11 +293,9 @@ class LinearLayers:
         self.frozen = not any(one.requires_grad for one in parameters if one is not None)
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """The weight and bias of each product."""
         return _pairs(parameters) if self.whole is None else [(self.whole, None)]
 
     def matrices(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The weight of each product."""
         return weights if self.whole is None else [self.whole]
 
     def outputs(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -336,7 +334,6 @@ class LinearLayers:
         return gradients
 
     def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        """That of the first weight, as `parameter_gradients` gives it."""
         if self.frozen:
             return None
         return self._weight_gradient(0, grad.flatten(0, -2), x.flatten(0, -2))
@@ -366,7 +363,6 @@ class LinearLayers:
         return [gradient for part in whole.split(self._rows()) for gradient in (part, None)]
 
     def _rows(self) -> list[int]:
-        """The output features of each layer."""
         return [weight.shape[0] for weight, _ in _pairs(self.parameters)]
 
 

@@ -113,7 +113,6 @@ class RandomStreams:
         return stable_hash(self._seed, site, self.microbatch, shard)
 
     def seed(self, site: str, shard: int) -> int:
-        """The same in 63 bits."""
         return self.key(site, shard) & (2**63 - 1)
 
     def generator(self, site: str, shard: int) -> torch.Generator:
@@ -187,7 +186,6 @@ class Dropout(nn.Module):
         return (x * self._scale).mul_(mask)
 
     def mask(self, x: Tensor) -> Tensor:
-        """Where x is kept, a bool of its shape."""
         return self.drawn(x, self.shard)
 
     def drawn(self, like: Tensor, shard: int) -> Tensor:

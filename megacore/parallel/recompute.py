@@ -83,14 +83,11 @@ class Recomputed(nn.Module):
         self.layer, self.streams = layer, streams
 
     def forward(self, x: Any) -> Any:
-        """What the layer gives for a tensor or a tuple of tensors."""
         inputs = x if isinstance(x, tuple) else (x,)
         return recompute(_Call(self.layer, is_tuple=isinstance(x, tuple)), *inputs, streams=self.streams)
 
 
 class _Call:
-    """One call of a layer, which is repeated in backward."""
-
     def __init__(self, layer: nn.Module, *, is_tuple: bool) -> None:
         self._layer, self._is_tuple, self._is_first = layer, is_tuple, True
 

@@ -26,7 +26,6 @@ class ColumnParallelLinearOfBlocks(ColumnParallelLinear):
         return self.columns(x, (self.weight, self.bias if with_bias else None))[0]
 
     def columns(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
-        """As of the plain layer."""
         return self.blocks.columns(x, parameters, self.products)
 
 
@@ -46,7 +45,6 @@ class VocabParallelEmbeddingOfBlocks(VocabParallelEmbedding):
     blocks: Blocks
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """As of the plain layer."""
         return self.blocks.looked_up(rows, self.weight)
 
 

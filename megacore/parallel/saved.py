@@ -43,7 +43,6 @@ class Kept(nn.Module):
         self._shared = [found for m in layer.modules() if (found := getattr(m, "shared_tensors", None)) is not None]
 
     def forward(self, x: Any) -> Any:
-        """What the block gives for a tensor, or for a tuple of hidden states and what all blocks read."""
         if not torch.is_grad_enabled():
             return self.layer(x)
         with self._keeping(x):
@@ -101,7 +100,6 @@ class _View(NamedTuple):
     offset: int
 
     def fetched(self) -> Tensor:
-        """The tensor on the device."""
         return self.memory.take().as_strided(self.shape, self.stride, self.offset)
 
 
@@ -115,7 +113,6 @@ class _Memory:
         self._block, self._size, self._dtype, self._views, self._taken = block, device.numel(), device.dtype, 0, 0
 
     def add_view(self) -> None:
-        """Count a tensor that will be fetched."""
         self._views += 1
 
     def take(self) -> Tensor:
@@ -129,17 +126,14 @@ class _Memory:
         return data
 
     def send(self) -> None:
-        """Copy them to the host, in the current stream."""
         assert self.device is not None
         self.host = torch.empty(self._size, dtype=self._dtype, pin_memory=True)
         host_copies.to_host_(self.host, self.device, "activations")
 
     def make_room(self, device: torch.device) -> None:
-        """Allocate them on the device, in the current stream."""
         self.device = torch.empty(self._size, dtype=self._dtype, device=device)
 
     def fetch(self) -> None:
-        """Copy them there, in the current stream."""
         assert self.device is not None and self.host is not None
         host_copies.to_device_(self.device, self.host, "activations")
 
@@ -165,7 +159,6 @@ class _Block:
         return _View(memory, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> None:
-        """Begin to copy everything to the host."""
         self._in_stream(self._memories.values(), _Memory.send)
 
     def leave(self) -> None:

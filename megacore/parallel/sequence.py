@@ -93,7 +93,6 @@ class SampleGathers:
         ]
 
     def samples(self) -> Iterator[Tensor]:
-        """[s, h] of each sample, once it is there."""
         for whole, pending in zip(self.whole, self._pending, strict=True):
             pending.wait()
             yield whole
@@ -130,7 +129,6 @@ class SampleScatters:
         self._local = x.new_empty(b, s // group.size, h)
 
     def start(self) -> None:
-        """Begin to sum the next sample, all of which is written."""
         number = len(self._pending)
         local, whole = self._local[number].view(-1), self._whole[number].view(-1)
         self._pending.append(start_reduce_scatter(local, whole, self._group))

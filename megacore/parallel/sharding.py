@@ -47,11 +47,9 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the slice, without padding."""
         return tuple(stop - start for start, stop in self.slices)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """This rank's slice (a view) of the global tensor."""
         return tensor[tuple(slice(start, stop) for start, stop in self.slices)]
 
     def unpadded(self, local: Tensor) -> Tensor:

@@ -59,10 +59,8 @@ class ColumnParallelLinear(ShardedModule):
     Args:
         in_features: input features, whole on every rank.
         out_features: output features of the whole layer; the group's size must divide it.
-        bias: whether there is a bias (split like the output).
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
         split_backward: as for `column_parallel`.
-        products: computes the layer's matrix products.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class ColumnParallelLinear(ShardedModule):
         return self.columns(x, (self.weight, bias))[0]
 
     def columns(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
-        """What layers like this one give for one input; arguments and results as for `column_parallel`."""
         return column_parallel(
             x,
             parameters,
@@ -117,10 +114,8 @@ class RowParallelLinear(ShardedModule):
     Args:
         in_features: input features of the whole layer; the group's size must divide it.
         out_features: output features, whole on every rank after the sum.
-        bias: whether there is a bias.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
-        products: computes the layer's matrix products.
         ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends
             before the product and its communication.
     """
@@ -383,7 +378,6 @@ class VocabParallelEmbedding(ShardedModule):
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """Rows of this rank's table, [b, s] -> [b, s, h]"""
         if getattr(self.weight, "gradient_sum", None) is None:
             return F.embedding(rows, self.weight)
         return looked_up(rows, self.weight)

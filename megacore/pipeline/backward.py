@@ -46,7 +46,6 @@ class WeightHalf:
         self._operators, self._shared = operators, shared or []
 
     def run(self) -> None:
-        """Add the weights' gradients to their `.grad`."""
         while self._shared:
             weight, gradient = self._shared.pop()
             accumulate_gradients((weight,), (gradient,))  # instead of `+=`, so that hooks run

@@ -366,7 +366,6 @@ class _Run:
     # ---- transfers
 
     def transfer(self, actions: Sequence[Action]) -> None:
-        """Post transfers together, and keep the arrivals."""
         with self.runtime.timer.posting(actions):
             arrivals = iter(self.runtime.transport.post([self.as_transfer(action) for action in actions]))
         for action in actions:
@@ -407,7 +406,6 @@ class _Run:
         return self.runtime.task.stage_input_specs(self.microbatches[action.microbatch], stage)
 
     def gradient_specs(self, action: Action, stage: int) -> tuple[TensorSpec, ...]:
-        """Specs of the gradients of a stage's input."""
         return tuple(spec for spec in self.input_specs(action, stage) if spec.has_gradient)
 
 
@@ -436,7 +434,6 @@ class TimedPass:
 
     @property
     def busy_seconds(self) -> float:
-        """Total time of the computations."""
         return sum(timed.end - timed.start for timed in self.computations)
 
 
@@ -460,7 +457,6 @@ class ActionTimer:
         self._is_open = False
 
     def measure(self, action: Action) -> AbstractContextManager[None]:
-        """Times a computation."""
         return self._timed("compute", (action,)) if self._is_open else _UNTIMED
 
     def waiting(self, *actions: Action) -> AbstractContextManager[None]:
@@ -468,7 +464,6 @@ class ActionTimer:
         return self._timed("wait", actions) if self._is_open and self.tracing else _UNTIMED
 
     def posting(self, actions: Sequence[Action]) -> AbstractContextManager[None]:
-        """Times the posting of transfers."""
         return self._timed("post", tuple(actions)) if self._is_open and self.tracing else _UNTIMED
 
     @contextmanager
@@ -500,7 +495,6 @@ class ActionTimer:
         return _Timing(self, kind, actions)
 
     def record(self, kind: Kind, actions: tuple[Action, ...], start: Mark) -> None:
-        """Record something that ends now."""
         self._records.append(_Record(kind, actions, start, self.mark()))
 
     def mark(self) -> Mark:

@@ -97,7 +97,6 @@ class Schedule:
         return self.ranks * self.virtual_stages
 
     def computations(self, rank: int) -> list[Action]:
-        """A rank's actions without the transfers."""
         return [action for action in self.actions[rank] if not action.op.is_transfer]
 
     def batches(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:

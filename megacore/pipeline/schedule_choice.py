@@ -24,7 +24,6 @@ class ScheduleChoice(NamedTuple):
     virtual_stages: int = 1
 
     def of(self, config: ResolvedConfig) -> ResolvedConfig:
-        """The configuration with this schedule."""
         parallel = config.parallel.resolved_as(ChosenSchedule, schedule=self.name, virtual_stages=self.virtual_stages)
         return dataclasses.replace(config, parallel=parallel)
 

@@ -42,7 +42,6 @@ class Costs:
         return cls(forward=amounts, input_grad=amounts, weight_grad=amounts)
 
     def times(self, factor: float) -> Costs:
-        """The same in another unit."""
         return Costs(
             forward=[factor * value for value in self.forward],
             input_grad=[factor * value for value in self.input_grad],
@@ -77,7 +76,6 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last rank is done; the first begins at 0."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
@@ -153,7 +151,6 @@ class Simulator:
         return Timeline(spans=spans)
 
     def end(self, costs: Costs) -> float:
-        """When the last rank is done."""
         return max(self._times(costs)[1])
 
     def _times(self, costs: Costs) -> tuple[list[float], list[float]]:

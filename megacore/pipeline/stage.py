@@ -106,12 +106,10 @@ class Stage(nn.Module):
         return x
 
     def run_layer(self, index: int, x: Any) -> Any:
-        """The output of layer number `index` for its input x."""
         layer = self.layers[index]
         return layer(x) if self.runner is None else self.runner.run_layer(self.number, index, layer, x)
 
     def by_name(self) -> dict[str, ShardedParameter]:
-        """Every parameter of the stage once, by global name."""
         return {parameter.spec.name: parameter for parameter in sharded_parameters(self)}
 
     def _tie(self, layer: nn.Module, spec: LayerSpec, here: Mapping[str, ShardedParameter]) -> None:

@@ -236,14 +236,12 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
 
 
 def _count(value: object) -> int:
-    """A number of at least 1 from a file."""
     if type(value) is not int or value < 1:
         raise ValueError(value)
     return value
 
 
 def _time(value: object, least: float) -> float:
-    """Microseconds from a file."""
     if type(value) not in (int, float) or not least <= value <= _LATEST:  # type: ignore[operator]
         raise ValueError(value)
     return float(value)  # type: ignore[arg-type]
@@ -273,7 +271,6 @@ def _rows(spans: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[
 
 
 def _early(spans: Sequence[Sequence[Span]], stages: int) -> float:
-    """What `MeasuredPass.early` says."""
     ends = {result(span.action): span.end for row in spans for span in row}
     needed = ((ends[key], span.start) for row in spans for span in row for key in requirements(span.action, stages))
     early = max((end - start for end, start in needed), default=0.0)

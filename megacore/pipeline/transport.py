@@ -59,7 +59,6 @@ class Arrival:
         self._tensors, self._works, self._watched = tensors, works, watched
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors, once they may be read."""
         if self._works:
             with self._watched:
                 for work in self._works:
@@ -109,7 +108,6 @@ class Transport:
         return arrivals
 
     def drain(self) -> None:
-        """Wait until all sends are done."""
         while self._sending:
             works, sent = self._sending.popleft()
             with sent.watched:

@@ -78,7 +78,6 @@ def _traced(config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, share
 def _outcomes(
     config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool
 ) -> list[StepProfile | str]:
-    """The profile of each rank, or why it has none."""
     from megacore.tracer import profile, workers  # they load torch, which what is known need not wait for
 
     trace = functools.partial(profile.try_profile, config, on_cpu=on_cpu)

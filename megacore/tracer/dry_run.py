@@ -72,7 +72,6 @@ class RankReport:
 
     @property
     def differences(self) -> list[str]:
-        """Where what was counted is not what was planned."""
         if self.problem is not None:
             return []
         lines = []
@@ -229,7 +228,6 @@ class _Trail:
         return self._doing
 
     def enter(self, doing: str) -> None:
-        """This is done from now on."""
         self._doing = doing
 
     def followed(self, spec: LayerSpec) -> LayerSpec:

@@ -38,7 +38,7 @@ class Meter(TorchDispatchMode):
         return False
 
     def restart(self) -> int:
-        """Begin to look for the peak anew; returns what is held now."""
+        """Returns what is held now."""
         self.peak = self.held
         return self.held
 

@@ -147,7 +147,6 @@ class _Log:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Notes what happens inside."""
         if not self.passages:
             self.begun, self.state = self._meter.held, self.count_state()
         self._open, self._is_open = [], True
@@ -158,8 +157,6 @@ class _Log:
         self.passages.append((action, self._open))
 
     def followed(self, spec: LayerSpec, number: int) -> LayerSpec:
-        """A layer whose forward and backward are noted."""
-
         def enter(*_: Any) -> None:
             if self._is_open and self._layer != number:
                 self._end()

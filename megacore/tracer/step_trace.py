@@ -97,7 +97,6 @@ class Recorder(TorchDispatchMode):
         self._ranks = 1 if mesh is None else mesh.world.size
 
     def taken(self) -> list[Event]:
-        """What was noted since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -199,7 +198,6 @@ def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
     arguments = func._schema.arguments
     return {a.name: v for a, v in zip(arguments, args, strict=False)} | dict(kwargs)
 

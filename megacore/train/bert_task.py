@@ -33,8 +33,8 @@ _NO_PAIR = -1
 
 
 class BertTask(TransformerTask):
-    """Predict masked tokens and, with a sentence task, how two segments belong together. `mesh`: this rank's groups and
-    device. `weights`: where initial values come from; None: drawn from the run's seed."""
+    """Predict masked tokens and, with a sentence task, how two segments belong together. `weights`: where initial
+    values come from; None: drawn from the run's seed."""
 
     batch_type = BertBatch
     config: ResolvedBertConfig
@@ -105,7 +105,6 @@ class BertTask(TransformerTask):
         return self.counts(microbatch).repeat(2)
 
     def flops_per_sequence(self) -> float:
-        """Operations of one sequence, forward and backward."""
         return bert_flops(self.config)
 
     def _losses(

@@ -144,17 +144,14 @@ class Callbacks:
             self.emit("spike", reason=result.spike)
 
     def figures(self) -> dict[str, float]:
-        """What the members add to the record of a step."""
         return {key: figure for member in self.members for key, figure in member.figures(self._run).items()}
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Something else happened."""
         if kind in TRAINERS_KINDS:
             raise ValueError(f"the kind {kind!r} of events is the trainer's: use a name of your own, or run.say")
         self.call(Callback.on_event, Event(self._run.step, kind, values))
 
     def say(self, text: str) -> None:
-        """Tell the user something."""
         self.call(Callback.on_event, Event(self._run.step, "message", {"text": text}))
 
     def on_error(self, error: BaseException) -> None:

@@ -52,7 +52,6 @@ class Fp8Errors(StepHook):
             raise ConfigError([f"{given}: no block has a linear layer that is not skipped: leave {given} out"])
 
     def begin_step(self, step: int, loss_scale: float) -> None:
-        """Measure, if the step's turn has come."""
         measures = self._every > 0 and (step - 1) % self._every == 0
         for layer in self._layers.values():
             layer.measures, layer.squares = measures, None
@@ -84,11 +83,9 @@ class Fp8Errors(StepHook):
         return {"train/fp8_largest_error": largest, "train/fp8_layers_left": float(len(self.left))}
 
     def series(self) -> dict[str, list[float]]:
-        """Step and error of each layer that left fp8."""
         return {_SERIES + name: found for name, found in self.left.items()}
 
     def load_series(self, series: Mapping[str, Sequence[float]]) -> None:
-        """Continue with the layers that had left fp8."""
         found = {key.removeprefix(_SERIES): value for key, value in series.items() if key.startswith(_SERIES)}
         self.left = {name: list(value) for name, value in found.items()}
         self._apply()

@@ -26,9 +26,8 @@ from megacore.train.task import TransformerTask
 
 class GPTTask(TransformerTask):
     """Predict the next token. The loss is a sum, not a mean: it is divided by the tokens of the whole global batch, so
-    that microbatches and ranks with different token counts have the right weight. `mesh`: this rank's groups and
-    device. `weights`: where initial values come from; None: drawn from the run's seed. `products`: computes the matrix
-    products of linear layers."""
+    that microbatches and ranks with different token counts have the right weight. `weights`: where initial values come
+    from; None: drawn from the run's seed. `products`: computes the matrix products of linear layers."""
 
     def __init__(
         self,
@@ -88,11 +87,9 @@ class GPTTask(TransformerTask):
         return self._cross_entropy(output, microbatch, None)
 
     def counts(self, microbatch: Microbatch) -> Tensor:
-        """The tokens that the loss is summed over."""
         return self.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))
 
     def flops_per_sequence(self) -> float:
-        """Operations of one sequence, forward and backward."""
         model, length, lora = self.config.model, self.config.data.seq_length, self.config.lora
         if lora.lora_rank is not None:
             return adapted_flops_per_sequence(model, length, lora)

@@ -68,8 +68,7 @@ class StepClock:
 
 
 class StepMetrics:
-    """The figures of a run: what is predicted before it, and the record of a logged step. `mesh`: this rank's groups
-    and device."""
+    """The figures of a run: what is predicted before it, and the record of a logged step."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
         self._config, self._mesh, self._task = config, mesh, task
@@ -134,7 +133,6 @@ class StepMetrics:
 
     @property
     def _format(self) -> Format:
-        """What matrix products multiply."""
         precision = self._config.precision.precision
         return "tf32" if precision == "fp32" and multiplies_in_tf32() else precision
 

@@ -43,7 +43,6 @@ class Observers:
         return []
 
     def step_hooks(self, model: ParallelModel, config: ResolvedConfig, mesh: Mesh) -> list[StepHook]:
-        """What takes part in the steps."""
         return []
 
     def diagnose(
@@ -60,8 +59,6 @@ class Observers:
 
 
 class _Messages(Callback):
-    """Prints what the trainer says, on rank 0."""
-
     def on_event(self, run: Run, event: Event) -> None:
         if event.kind == "message" and run.mesh.world.is_first:
             say(event.values["text"], may_fail=run.config.checkpoint.on_save_error == "warn")

@@ -97,14 +97,9 @@ def _layers(
     parameters: dict[str, ShardedParameter],
     offload: Offload | None,
 ) -> Iterator[nn.Module]:
-    """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
-
-    Args:
-        chunk: a stage that is not built.
-        mesh: this rank's groups and device.
-        parameters: of the layers so far, by global name; those of this stage are added.
-        offload: takes the activations of blocks to host memory; None: they stay.
-    """
+    """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input. `chunk`: a
+    stage that is not built. `parameters`: of the layers so far, by global name; those of this stage are added.
+    `offload`: takes the activations of blocks to host memory; None: they stay."""
     is_new = config.checkpoint.load is None  # else every value that learns comes from the checkpoint
     training = config.training
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]

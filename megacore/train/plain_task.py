@@ -62,11 +62,9 @@ class PlainTask(Task):
         """Nothing: the layers come with their values."""
 
     def first_input(self, microbatch: PlainMicrobatch) -> Any:
-        """The inputs, in the format of training."""
         return self.in_training_format(microbatch.inputs)
 
     def in_training_format(self, inputs: Any) -> Any:
-        """Inputs with their real numbers in the format of parameters."""
         return _converted(inputs, torch.float32, self._dtype)
 
     def stage_input_specs(self, microbatch: PlainMicrobatch, stage: int) -> tuple[TensorSpec, ...]:
@@ -87,11 +85,9 @@ class PlainTask(Task):
         return torch.where(counts, value, 0.0) * microbatch.count.to(value.dtype) if self._is_mean else value
 
     def counts(self, microbatch: PlainMicrobatch) -> Tensor:
-        """What the loss of the microbatch counts for."""
         return microbatch.count
 
     def evaluation_loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
-        """The summed metric, or the loss."""
         if self.metric is None:
             return self.loss(output, microbatch)
         value = self.metric(_converted(output, self._dtype, torch.float32), microbatch.targets)

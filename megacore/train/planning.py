@@ -22,7 +22,6 @@ class MemoryVerdict(NamedTuple):
     warning: str | None = None
 
     def of_rank(self, where: str) -> MemoryVerdict:
-        """With the rank in its words."""
         return MemoryVerdict(self.problem and self.problem + where, self.warning and self.warning + where)
 
 

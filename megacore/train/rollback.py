@@ -39,7 +39,6 @@ class Rollbacks:
         self.done: list[Rollback] = []  # so far, those of earlier starts included
 
     def figures(self) -> dict[str, float]:
-        """Their number, for the record of a step."""
         return {"train/rollbacks": len(self.done)} if self._options.on_spike == "rollback" else {}
 
     def add(self, spike: str, *, from_step: int, to_step: int, first_sample: int, stop_sample: int) -> Rollback:
@@ -77,11 +76,9 @@ class Rollbacks:
         return f"resume from the checkpoint of step {last.to_step}, in a new --output-dir, with {skip}"
 
     def series(self) -> dict[str, list[float]]:
-        """The rollbacks, for a checkpoint; nothing where there were none."""
         return {_SERIES: [float(number) for each in self.done for number in astuple(each)]} if self.done else {}
 
     def load(self, series: Mapping[str, Sequence[float]]) -> None:
-        """Continue from a checkpoint."""
         self.done = rollbacks_of(series)
 
     def extend(self, manifest: Manifest) -> Rollback | None:

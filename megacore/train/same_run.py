@@ -165,7 +165,6 @@ def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> Facts:
-    """Of the packages that compute, as they are installed."""
     versions = {"megacore": megacore.__version__, "torch": str(torch.__version__)}
     versions["torch's source"] = (torch.version.git_version or "unknown")[:12]
     for name in _PACKAGES:

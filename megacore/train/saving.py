@@ -79,7 +79,6 @@ class Saving:
             self._guarded(self._saver.finish, warning)
 
     def finish(self) -> None:
-        """Wait for a save that is under way."""
         self._guarded(self._saver.finish, self._warning)
 
     def save_again(self, state: TrainingState) -> None:

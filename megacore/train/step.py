@@ -104,14 +104,13 @@ class BatchWeight:
         return torch.where(self.counts > 0, 1.0 / self.counts, 0.0)
 
     def value(self) -> Tensor:
-        """The factor of the summed loss before backward, fp32."""
         return (self.per_count() * self._loss_scale).float()
 
 
 class TrainStep:
     """A task's model on this rank, with its optimizer, and the steps that train it. A step is `compute_gradients`, then
     `update_weights`. What the caller does between the two overlaps with the work of an accelerator. `task`: the model
-    and its loss. `mesh`: this rank's groups and device."""
+    and its loss."""
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
         self.task, self.config, self.mesh = task, config, mesh
@@ -240,7 +239,6 @@ class TrainStep:
             raise ending(f"{outcome.stop}{diagnosis.way_out(outcome.remedies)} ({diagnosis})")
 
     def hook(self, kind: type[Hook]) -> Hook | None:
-        """The hook of a kind, if the configuration asks for it."""
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     def figures(self) -> dict[str, float | None]:
@@ -280,7 +278,6 @@ class TrainStep:
         return sum(each.suspects_weights for each in found) > 1
 
     def lr(self) -> float:
-        """The learning rate of the last step."""
         return self._scheduled(self.config.optimizer) if self.rate is None else self.rate
 
     def decoupled_lr(self) -> float | None:
@@ -288,7 +285,6 @@ class TrainStep:
         return None if self._decoupled is None else self._scheduled(self._decoupled)
 
     def _scheduled(self, optimizer: OptimizerConfig) -> float:
-        """The learning rate of the last step."""
         steps: float = self.step
         if self._ramp is not None and not optimizer.lr_range_test:  # a range test has a rate for each step
             steps = self._ramp.full_steps(self.step)

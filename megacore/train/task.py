@@ -114,14 +114,8 @@ class Task(ABC):
 
 
 class TransformerTask(Task):
-    """What GPT and BERT share: a configured model on tokens, whose loss is a cross-entropy.
-
-    Args:
-        context: with which the layers were described.
-        layers: specs of the whole model.
-        weights: where initial values come from.
-        loss_names: as for `Task`.
-    """
+    """What GPT and BERT share: a configured model on tokens, whose loss is a cross-entropy. `context`: with which the
+    layers were described. `layers`: specs of the whole model. `loss_names`: as for `Task`."""
 
     def __init__(
         self,
@@ -146,7 +140,6 @@ class TransformerTask(Task):
             self.compiled_loss = lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
 
     def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:

@@ -33,7 +33,6 @@ class Trainer:
     """Trains a task on this rank of the mesh.
 
     Args:
-        mesh: this rank's groups and device.
         task: the model's layers and its loss.
         train_data: training samples; at least as many as train_iters steps take.
         valid_data: validation samples, of one set or `NamedSets`, or None for no evaluation.
@@ -87,7 +86,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
         return self.train_steps.step
 
     # ---- the run
@@ -275,7 +273,6 @@ class Trainer:
             self.saving.doubt(self.update.updates)
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Let callbacks know of an event."""
         self.callbacks.emit(kind, **values)
 
     def say(self, text: str) -> None:
@@ -288,7 +285,6 @@ class Trainer:
         self.stop_requests.request(reason)
 
     def unclocked(self) -> AbstractContextManager[None]:
-        """A context whose duration does not count as time of a step."""
         return self.clock.paused()
 
     def state(self, *, in_doubt: bool = False) -> TrainingState:
@@ -304,7 +300,6 @@ class Trainer:
         return manifest
 
     def _batches(self) -> DeviceLoader[Any]:
-        """The training data from the run's position on."""
         ramps = bool(self.config.rampup.rampup_batch_size)
         sizes = map(self.config.batch_sizes.of_step, count(self.step + 1)) if ramps else None
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples, sizes), self.mesh.device)

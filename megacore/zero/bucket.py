@@ -50,7 +50,6 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The parameter's global name."""
         return self.parameter.spec.name
 
 
@@ -197,7 +196,6 @@ class Bucket:
         return torch.zeros(self.layout.shard_size, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def prefetch(self) -> None:
-        """Begin to gather the parameters, unless they are present."""
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
             # `.data` has a separate version counter: a refill is no change to what autograd has saved.
@@ -287,11 +285,9 @@ class Bucket:
             member.has_terms, member.norm, member.parameter.grad = False, None, None
 
     def begin_backward(self) -> None:
-        """The gradients of another microbatch follow."""
         self._awaited = set(self.members)
 
     def add(self, member: Member, gradient: Tensor) -> None:
-        """Add a gradient to the sum of a parameter's."""
         if self.options.exact_terms:
             gradient = self._in_units(member, gradient)
         view = self._sum_of(member).view(gradient.shape)
@@ -306,14 +302,12 @@ class Bucket:
 
     @property
     def takes_products(self) -> bool:
-        """Whether products may add to the sums of this bucket."""
         options = self.options
         sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
         return options.products_add and sixteen and options.sum_dtype == torch.float32
 
     @property
     def takes_rows(self) -> bool:
-        """Whether look-ups may add rows to the sums of this bucket."""
         return not self.options.exact_terms
 
     def sum_of(self, member: Member) -> tuple[Tensor, bool]:
@@ -413,7 +407,6 @@ class Bucket:
             self._summing, self._is_partial = _Reduction(start_all_reduce_(shard, self.across), shard, shard), False
 
     def finish_sum_across(self) -> None:
-        """Wait for it."""
         if self._summing is not None:
             self._summing.pending.wait()
             if self._host is not None:
@@ -478,11 +471,9 @@ class Bucket:
 
     @property
     def runs(self) -> list[LocalRun]:
-        """Of these segments."""
         return [run for reference in self._runs if (run := reference()) is not None]
 
     def gradients_of_runs(self) -> list[Tensor | None]:
-        """`gradient` of each run."""
         return [self.gradient(run.shard_slice) for run in self.runs]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:

@@ -125,7 +125,6 @@ class CompressedSum:
 
     @property
     def storages(self) -> list[Tensor]:
-        """The tensors that are kept."""
         return [held for held in (self.worker_error, self.server_error, self._mask) if held is not None]
 
     def restrict(self, counted: Tensor) -> None:

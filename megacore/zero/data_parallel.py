@@ -291,7 +291,6 @@ class DataParallel:
             layer.acquire()
 
     def release_parameters(self, chunk: int) -> None:
-        """What `hold_parameters` was for is done."""
         for layer in self._chunks[chunk] if self.options.stage == 3 else ():
             layer.release()
 
@@ -371,7 +370,6 @@ class DataParallel:
         return 0.0 * torch.stack(norms).sum()
 
     def _completed(self, bucket: Bucket) -> None:
-        """All gradients of this backward have arrived in a bucket."""
         if bucket in self._due:
             self._begin_reductions(sys.maxsize)
 
@@ -402,7 +400,6 @@ class DataParallel:
         return sum(bucket.layout.padding for bucket in self.buckets) / max(size, 1)
 
     def segments_of(self, name: str) -> list[LocalSegment]:
-        """The segments of one parameter that this rank updates."""
         return [local for local in self.segments if local.spec.name == name]
 
     # ---- weights
@@ -489,7 +486,6 @@ class Layer:
             bucket.wait()
 
     def prefetch(self) -> None:
-        """Begin to gather them: `acquire` follows."""
         for bucket in (*self.buckets, *self.frozen):
             bucket.users.add(self.position)
             bucket.prefetch()

@@ -30,11 +30,9 @@ class HostStreams:
         self._held: tuple[torch.Event, Tensor] | None = None
 
     def current(self) -> torch.Stream:
-        """The stream that computes."""
         return torch.accelerator.current_stream(self.device)
 
     def noted(self, stream: torch.Stream) -> torch.Event:
-        """An event behind what is queued in a stream."""
         event = torch.Event(self.device)
         event.record(stream)
         return event
@@ -89,7 +87,6 @@ class HostShard:
         return Pending(then=arrive)
 
     def on_device(self, elements: slice) -> Tensor:
-        """A copy of some parameters on the device."""
         return host_copies.on_device(self.parameters[elements], self._streams.device, "parameters")
 
     def wait_for_reads(self) -> None:
@@ -101,7 +98,6 @@ class HostShard:
     # ---- gradients
 
     def begin_step(self) -> None:
-        """Drop the gradients of the last step."""
         self._gradients, self.has_gradients = self._memory, False
 
     def add(self, gradients: Tensor) -> None:
@@ -119,14 +115,12 @@ class HostShard:
         self.has_gradients = True
 
     def gradients(self, elements: slice) -> Tensor:
-        """A copy of some summed gradients on the device."""
         assert self._written is not None
         self._streams.release()
         self._streams.current().wait_event(self._written)
         return host_copies.on_device(self._gradients[elements], self._streams.device, "gradients")
 
     def write(self, elements: slice, gradients: Tensor) -> None:
-        """Replace some summed gradients by others from the device."""
         host_copies.to_host_(self._gradients[elements], gradients, "gradients")
         self._written = self._streams.noted(self._streams.current())
 
@@ -145,5 +139,4 @@ class HostShard:
 
     @property
     def storages(self) -> list[Tensor]:
-        """Of the gradients."""
         return [self._memory]

@@ -38,7 +38,6 @@ class Segment:
 
     @cached_property
     def shard_slice(self) -> slice:
-        """The segment's elements of the shard."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
@@ -81,11 +80,9 @@ class FlatLayout:
         self.padding = self.size - sum(self._sizes.values())  # elements of all shards that belong to no parameter
 
     def slice_of(self, name: str) -> slice:
-        """The parameter's elements of the flat buffer."""
         return slice(self.offsets[name], self.offsets[name] + self._sizes[name])
 
     def segments(self, shard: int) -> list[Segment]:
-        """The segments of shard number `shard`, in order."""
         begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
         segments = []
         for name, offset in self.offsets.items():

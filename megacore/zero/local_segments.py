@@ -91,7 +91,6 @@ class LocalSegment:
 
     @property
     def _part(self) -> slice:
-        """Its elements of the run."""
         first = self.run.shard_slice.start
         return slice(self.segment.shard_slice.start - first, self.segment.shard_slice.stop - first)
 

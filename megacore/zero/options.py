@@ -69,10 +69,8 @@ class ZeroOptions:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added."""
         return torch.int64 if self.exact_terms else self.reduce_dtype
 
     @property
     def summed_dtype(self) -> torch.dtype:
-        """The dtype of summed gradients."""
         return torch.float32 if self.exact_terms else self.reduce_dtype

@@ -144,7 +144,6 @@ def bucket_ends(sizes: Sequence[int], shards: int, *, least: int, joined: Collec
 
 
 def _between(kinds: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Counts:
-    """What is counted between two positions."""
     return tuple((size, m - n) for size, n, m in zip(kinds, before, after, strict=True) if m > n)
 
 
@@ -193,7 +192,6 @@ def _rooms(shard_size: int, shards: int, taken: int) -> list[int]:
 
 
 def _by_shard(sizes: Sequence[int], shard_of: Sequence[int], shards: int) -> list[list[int]]:
-    """The sizes of the matrices in each shard."""
     held: list[list[int]] = [[] for _ in range(shards)]
     for size, shard in zip(sizes, shard_of, strict=True):
         held[shard].append(size)
