@@ -45,8 +45,7 @@ class AdamWStep:
 
     @property
     def numbers(self) -> list[float]:
-        """What weights keep, what a step is multiplied by, both betas, epsilon, and the root of the correction of the
-        mean of squares."""
+        """What weights keep, the rate, both betas, epsilon, and the root of the correction of the mean of squares."""
         (beta1, beta2), rate = self.betas, self.lr / (1.0 - self.betas[0] ** self.step)
         root = math.sqrt(1.0 - beta2**self.step)
         return [1.0 - self.lr * self.weight_decay, rate, beta1, beta2, self.epsilon, root]

@@ -67,8 +67,8 @@ class AttentionShape:
 
 
 def attention_backend(device: torch.device, shape: AttentionShape) -> str:
-    """What computes attention on a device with `sdpa`: `blocks`, `varlen flash`, or the kernel that torch's operator
-    chooses: `cudnn`, `flash`, `efficient` or `math`."""
+    """What computes `sdpa` on a device: `blocks`, `varlen flash`, or torch's choice of `cudnn`, `flash`, `efficient` or
+    `math`."""
     query, key = (
         torch.empty(1, heads, shape.seq_length, shape.head_size, dtype=shape.dtype, device=device)
         for heads in (shape.heads, shape.groups)
@@ -135,8 +135,7 @@ class _Cache:
         self._kept: dict[Hashable, tuple[Hashable, Tensor]] = {}  # kind -> shape, and the tensor; the oldest first
 
     def get(self, kind: Hashable, shape: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor of a kind, which must not be written to. `shape`: what else the tensor depends on, such as the
-        length, dtype and device."""
+        """The tensor of a kind, to be read only. `shape`: what else it depends on, such as length, dtype and device."""
         if torch.compiler.is_compiling() or type(torch.empty(0)) is not self._type:
             return make()
         if kind not in self._kept or self._kept[kind][0] != shape:
@@ -149,17 +148,15 @@ class _Cache:
 
 
 class Alibi:
-    """The term that ALiBi adds to scores: minus the distance, times the slope of the head. It keeps the causal bias of
-    the last sequence length, n x s x s numbers, which all layers share. `slopes`: [n] fp32, of the heads that are
-    computed here."""
+    """The term that ALiBi adds to scores: minus the distance, times the slope of the head. Keeps the causal bias of the
+    last sequence length, n x s x s numbers, for all layers. `slopes`: [n] fp32, of the heads computed here."""
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = slopes
         self._causal = _Cache()
 
     def bias(self, like: Tensor, seen: Tensor | None, *, causal: bool) -> Tensor:
-        """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen; `seen` as `visible` gives it, and None
-        where only causality decides, or nothing."""
+        """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen. `seen`: from `visible`."""
         length = like.shape[-2]
         if seen is not None or not causal:
             bias = self._distances(length, like)
@@ -323,9 +320,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cau
 
 
 def _split_root(head_size: int) -> tuple[float, float]:
-    """1 / sqrt(d) as a factor and a divisor: a power of two for the query, which loses no bits, and the rest, above 1/2
-    and at most 1, for the scores in fp32. Products of unscaled queries leave fp16's range, which ends at 65,504,
-    sqrt(d) times earlier than the scores do."""
+    """1 / sqrt(d) as a factor of the query, a power of two, which loses no bits, and a divisor of the fp32 scores, the
+    rest. Products of unscaled queries would leave fp16's range, 65,504, sqrt(d) times earlier than the scores do."""
     shrink = 2.0 ** -math.ceil(math.log2(head_size) / 2)
     return shrink, math.sqrt(head_size) * shrink
 

@@ -63,7 +63,7 @@ class Scene:
         return cls(view=view, slopes=slopes, seeds=seeds, soft_cap=soft_cap, dropout=dropout, block=block)
 
     def bias(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """What is added to scores, [1 or b, 1 or n, q, k] fp32: ALiBi's term, and -inf where a key is not seen; None:
+        """What is added to scores, [1 or b, 1 or n, q, k] fp32: ALiBi's term, -inf where a key is not seen; None:
         nothing."""
         seen = self.view.mask(queries, keys, device)
         if self.slopes is None:
@@ -102,8 +102,8 @@ class Partial:
         return Partial(out, highest, self.total * mine + other.total * others)
 
     def finished(self) -> tuple[Tensor, Tensor]:
-        """The softmax's mean of the values, 0 where a query sees no key; and the logarithm of its sum, `NOTHING`
-        there."""
+        """The softmax's mean of the values, and the logarithm of its sum; where a query sees no key, 0 and
+        `NOTHING`."""
         divisor = self.total.masked_fill(self.total == 0.0, 1.0)
         logarithm = (self.highest + self.total.log()).clamp_min_(NOTHING)
         return self.out / divisor[..., None], logarithm

@@ -159,8 +159,7 @@ def _joined(blocks: Tensor, batch: int) -> Tensor:
 
 
 def _half(x: Tensor, size: int, half: int) -> Tensor:
-    """The first or the second blocks of pairs: [b, heads, s, ...] -> [b s/(2 size), heads, size, ...], a view of what
-    `_joined` returns."""
+    """The first or the second blocks of pairs: [b, heads, s, ...] -> [b s/(2 size), heads, size, ...], a view."""
     return x.transpose(1, 2).unflatten(1, (-1, 2, size))[:, :, half].flatten(0, 1).transpose(1, 2)
 
 
@@ -168,8 +167,7 @@ def _half(x: Tensor, size: int, half: int) -> Tensor:
 
 
 def like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, of x's shape [b, heads, s, d], laid out as [b, s, heads, d]: as the projections around attention
-    read and write it."""
+    """Uninitialised, of x's shape [b, heads, s, d], laid out as projections read and write it: [b, s, heads, d]."""
     b, heads, s, d = x.shape
     return x.new_empty((b, s, heads, d), dtype=dtype).transpose(1, 2)
 

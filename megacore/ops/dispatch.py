@@ -227,8 +227,8 @@ def fit(
 
 
 def require_alike(**tensors: Tensor) -> None:
-    """Contiguous, of one of the three float types, and all on one device. Raises ValueError as the three checks below
-    say it."""
+    """Contiguous, of one of the three float types, on one device. Raises ValueError as the three checks below say
+    it."""
     require_same_device(**tensors)
     require_floats(**tensors)
     require_contiguous(**tensors)
@@ -285,8 +285,7 @@ def require_integers(**tensors: Tensor) -> None:
 
 
 def require_rows(**tensors: Tensor) -> None:
-    """At least one dimension, and a last dimension that is not empty. Raises ValueError where one has none, or an empty
-    last one."""
+    """Raises ValueError where a tensor has no dimension, or an empty last one."""
     for name, tensor in tensors.items():
         if tensor.dim() == 0 or tensor.shape[-1] == 0:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: its last dimension must hold something")

@@ -136,8 +136,7 @@ def _is_native(recipe: Recipe, values: Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def _runs_natively(name: str, device: torch.device, form: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the device's product runs, and gives what bf16 gives: tried once, on numbers that show a scale at the
-    wrong place."""
+    """Whether the device's product gives what bf16 gives: tried once, on numbers that show a misplaced scale."""
     recipe, size = RECIPES[name], 2 * BLOCK
     with unset_fake_temporarily(), torch.no_grad():
         numbers = torch.arange(size * size, device=device, dtype=torch.float32)

@@ -27,8 +27,7 @@ _ALIGNMENT = 16  # bytes that rows of `grouped_mm`'s operands are multiples of
 
 
 class RowGroups:
-    """Which rows belong to which expert: those of each follow each other. Tables on a device are made once, when they
-    are first needed."""
+    """Which rows belong to which expert, in order of experts. Tables on a device are made once, when first needed."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts
@@ -135,8 +134,7 @@ def grouped_products(
 
 
 def grouped_weight_gradients(grad: Tensor, x: Tensor, groups: RowGroups, implementation: Implementation) -> Tensor:
-    """dY^T X of each expert's rows: [r, o] and [r, i] -> [E, o, i], 0 of an expert without rows; arguments as for
-    `grouped_products`."""
+    """dY^T X of each expert's rows: [r, o] and [r, i] -> [E, o, i], 0 without rows; otherwise as `grouped_products`."""
     grad, x = grad.contiguous(), x.contiguous()
     if implementation == "triton":
         result: Tensor = _triton_gradients(grad, x, groups.bounds(x.device))

@@ -68,8 +68,8 @@ class Visibility:
         return before + after - len(queries)  # each query counts itself on both sides
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key. Padding sees
-        padding of the keys here."""
+        """What queries see of keys, [1 or b, 1, queries, keys] bool, padding also padding; None: each query sees each
+        key."""
         seen = self._near(queries, keys, device)
         if self.documents is None:
             return seen

@@ -24,8 +24,7 @@ from megacore.zero.local_segments import LocalRun, LocalSegment
 
 
 class _Step(NamedTuple):
-    """Of a run: the gradient divided by the root of its second moment, flat, or None if it is computed again; and the
-    rates."""
+    """Of a run: gradient / root of its second moment, flat, or None if it is computed again; and the rates."""
 
     direction: Tensor | None
     lr: float

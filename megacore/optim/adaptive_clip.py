@@ -33,8 +33,7 @@ class _Moments:
 
 
 class AdaptiveClip:
-    """The limit of the gradient norm, by its past values; the same on every rank, because the norm is. `config`: its
-    threshold, decay and warm-up."""
+    """The limit of the gradient norm, by its past values; the same on every rank, because the norm is."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._threshold, self._decay = config.clip_grad_z_threshold, config.clip_grad_decay

@@ -199,7 +199,7 @@ def encoded_mean(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def decoded_mean(codes: Tensor, scales: Tensor) -> Tensor:
-    """scale x sign(c) (c / 127)^2, [n] fp32: steps are finer near zero. `codes`: [n] int8. `scales`: [n] fp32, of the
+    """scale x sign(c) (c / 127)^2, [n] fp32: finer near zero. `codes`: [n] int8. `scales`: [n] fp32, of the
     elements."""
     roots = codes.float().div_(_MEAN_STEPS)
     return roots.mul_(roots.abs()).mul_(scales)

@@ -30,8 +30,8 @@ L = TypeVar("L", bound=OptimizerSettings)
 
 
 class LambStep(AdamLike[L]):
-    """Moments are updated bucket by bucket. The step is computed from them twice, for its norm and when it is taken, so
-    that no memory holds it meanwhile."""
+    """Updates moments bucket by bucket. Computes the step twice, for its norm and to take it: no memory holds it
+    meanwhile."""
 
     @property
     def defers(self) -> bool:

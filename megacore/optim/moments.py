@@ -64,8 +64,7 @@ class KeptMoments(ABC):
 
     @abstractmethod
     def write(self, part: Part, moments: Moments, step: Tensor) -> None:
-        """Keep the values of a part, which may change. `moments`: its values after an update. `step`: number of the
-        update, a scalar."""
+        """Keep the values of a part after an update; they may change. `step`: number of the update, a scalar."""
 
     @abstractmethod
     def values(self, local: LocalSegment, column: int) -> Tensor | None:

@@ -108,8 +108,7 @@ class Muon(AdamLike[MuonConfig]):
         return self.settings.muon_split_qkv != "none" and is_joint
 
     def _by_kind(self) -> list[Tensor]:
-        """The rows of all queries, all keys and all values of the layer that computes them: by head group its queries,
-        its key and its value."""
+        """The rows of all queries, all keys and all values of their layer, where they lie by head group."""
         rows = torch.arange(self._groups * (self._shared_by + 2) * self._head)
         by_group = rows.view(self._groups, self._shared_by + 2, self._head)
         return [part.reshape(-1) for part in by_group.split([self._shared_by, 1, 1], dim=1)]

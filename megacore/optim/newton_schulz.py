@@ -12,8 +12,7 @@ _LEAST_NORM = 1e-7
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
-    """The approximate U V^T of a matrix, or of each of several. `matrix`: [r, c] or [n, r, c], in the dtype of the
-    products."""
+    """The approximate U V^T of `matrix`, [r, c], or [n, r, c] for several, in the dtype of the products."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if is_tall else matrix
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)

@@ -72,9 +72,8 @@ class Copies(NamedTuple):
 
 @torch.no_grad()
 def copies_of(entry: NonFinite, data_parallel: DataParallel, optimizer: Optimizer[Any], mesh: Mesh) -> Copies:
-    """The finite copies of a tensor that is not finite on a rank; all ranks call this together. The update of a step is
-    the same on all copies. If only some are not finite, one was changed by something else. `entry`: of
-    `non_finite_state`."""
+    """The finite copies of a tensor that is not finite on a rank; all ranks call this together. Every copy takes the
+    same update: where only some are not finite, something else changed them. `entry`: of `non_finite_state`."""
     own: dict[tuple[Slices, int, int], bool] = {}  # part of the global parameter -> whether it is finite
     for kind, local, tensor in _state(data_parallel, optimizer):
         if (kind, local.spec.name) == (entry.kind, entry.name):
@@ -175,8 +174,7 @@ class _RankReport(NamedTuple):
 
 
 def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
-    """The gradient that was not finite first in the last backward, which is finished; of all ranks, which call this
-    together."""
+    """The first gradient of the finished backward that was not finite, of all ranks, which call this together."""
     source = _source_of(data_parallel.non_finite_gradient(), mesh)
     return _first_of(all_gather_objects(source, mesh.world))
 

@@ -84,9 +84,8 @@ class Optimizer(ABC, Generic[S]):
         """End the update, for an optimizer that `defers`; all ranks call this together, after the last bucket."""
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
-        """Update the master weights of some runs. `gradients`: of each run, fp32 and reduced; they are changed. None
-        leaves the run as it is. `factor`: what gradients are multiplied by first (clipping, loss scale), a scalar in
-        host memory."""
+        """Update the master weights of some runs. `gradients`: of each run, fp32 and reduced, are changed; None: the
+        run stays. `factor`: what gradients are multiplied by first (clipping, loss scale), a scalar in host memory."""
         present = [(run, grad) for run, grad in zip(runs, gradients, strict=True) if grad is not None]
         scale_gradients([grad for _, grad in present], factor)
         alike: dict[tuple[float, float], list[tuple[LocalRun, Tensor]]] = {}
@@ -116,8 +115,7 @@ class Optimizer(ABC, Generic[S]):
         return [self.tensor(run, each) if state is None else state for run, state in zip(runs, held, strict=True)]
 
     def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
-        """The state of one kind of a run; what is first where there was none. Flat, unless the run is a whole
-        parameter."""
+        """A run's state of one kind, or what is first; flat, unless the run is a whole parameter."""
         state = self.state[run]
         if kind.name not in state:
             shape = tuple(run.master.shape) if run.shape is None else kind.shape(run.shape)

@@ -29,8 +29,7 @@ class Part:
 
 
 class ParameterNorms:
-    """The table of parameters, the same on every rank; all ranks make it together. `exact`: add up so that the bits
-    depend neither on the order nor on the layout."""
+    """The table of parameters, which all ranks make together. `exact`: sums depend neither on order nor on layout."""
 
     def __init__(self, segments: Sequence[LocalSegment], mesh: Mesh, *, exact: bool) -> None:
         self._mesh, self._exact = mesh, exact
@@ -78,8 +77,8 @@ class ParameterNorms:
 
 
 def _pieces(local: LocalSegment) -> list[tuple[tuple[str, int], slice]]:
-    """The parts of a segment that belong to different parameters: its name and the number of the expert (otherwise 0),
-    with their elements of the segment."""
+    """The elements of a segment that belong to one parameter, with its name and the number of the expert (otherwise
+    0)."""
     spec, segment = local.spec, local.segment
     if not _is_stack(local):
         return [((spec.name, 0), slice(0, segment.stop - segment.start))]

@@ -81,8 +81,8 @@ class SpikeGuard:
             self._norms.append(norm)
 
     def reject(self) -> None:
-        """Count a spike. If the updates of as many in a row as make the guard active were applied, they are the new
-        level, and the window begins anew."""
+        """Count a spike. As many applied in a row as make the guard active are the new level: the window begins
+        anew."""
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if not self.prevents_update and self.in_a_row >= self._least:
             self._losses.clear()

@@ -206,8 +206,7 @@ class WeightUpdate:
             optimizer.momentum = momentum(position, config, usual=usual, train_iters=self._train_iters)
 
     def _reject(self, spike: str, step: int) -> None:
-        """Count a spike. Raises TrainingDiverged where too many in a row left the weights as they are: the next would
-        be no better."""
+        """Count a spike. Raises TrainingDiverged where too many in a row left the weights as they are."""
         self.guard.reject()
         if not self.guard.prevents_update:
             return
@@ -297,9 +296,8 @@ class WeightUpdate:
         return f", from a checkpoint before step {last}, the last that updated the weights" if last > 1 else ""
 
     def _skip(self, total: Totals, step: int) -> Outcome:
-        """Count a step that is not finite, and lower a dynamic loss scale. A lower loss scale helps where gradients
-        overflow, but not where the loss or a weight is not finite. Raises TrainingDiverged where the loss scale is at
-        its minimum."""
+        """Count a step that is not finite, and lower a dynamic loss scale, which helps only where gradients overflow.
+        Raises TrainingDiverged where the loss scale is at its minimum."""
         self._count_skipped()
         loss_is_finite = bool(total.loss.isfinite().all())
         scaled = self.scaler.scale != 1.0
@@ -359,8 +357,7 @@ class WeightUpdate:
         return copies_of(entry, self.data_parallel, self.optimizer, self.mesh)
 
     def non_finite_gradient(self) -> Culprit | None:
-        """The gradient that was not finite first in the backward before `apply` or `gradient_norm`; of all ranks, which
-        call this together."""
+        """The first gradient of the last backward that was not finite, of all ranks, which call this together."""
         return non_finite_gradient(self.data_parallel, self.mesh)
 
 
@@ -378,8 +375,8 @@ class Totals:
     votes: Tensor  # of all ranks, [votes]
 
     def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
-        """The totals in host memory, by one copy, for which the program waits. `queue_more`: queues work on the
-        accelerator after the copy; called before the wait."""
+        """Copy to the host, once, and wait. `queue_more`: queues work on the accelerator behind the copy, before the
+        wait."""
         scalars = (self.norm, self.mean, self.weights)
         numbers, copied = torch.cat([*(x.view(1) for x in scalars), self.loss.reshape(-1), self.votes]), None
         if numbers.device.type != "cpu":
@@ -455,9 +452,8 @@ def totals(
 
 
 def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[tuple[list[Tensor], int]]:
-    """The flat gradients whose squares this rank adds, a bucket's at a time, and how often; over all ranks they are the
-    model's, each entry once. Where replicas keep their own gradients, the mean of their squares, each as if its samples
-    were all."""
+    """The flat gradients whose squares this rank adds, a bucket's at a time, and how often: over all ranks each of the
+    model's entries once. Where replicas keep their own gradients, it is the mean of their squares."""
     for bucket, members in groupby(counted, key=attrgetter("run.bucket")):
         gradients = bucket.gradients([local.segment for local in members])
         if not bucket.sums_gradients:

@@ -55,8 +55,8 @@ class _Matrix:
 
 
 class WholeMatrices:
-    """The matrices of this rank that are updated as a whole; all ranks make it together. `segments`: whole parameters
-    of the local tensor, which this rank updates."""
+    """The matrices that this rank updates whole; all ranks make it together. `segments`: whole parameters of local
+    tensors."""
 
     def __init__(self, segments: Sequence[LocalSegment], mesh: Mesh) -> None:
         self._device, self._mesh = mesh.device, mesh
@@ -79,8 +79,8 @@ class WholeMatrices:
         return self._matrices[name].shape
 
     def at_once(self, bucket: Bucket) -> int | None:
-        """Of how many of a bucket's matrices slices must be given together; None: of all. Fewer take more exchanges,
-        and more take more memory."""
+        """How many slices of a bucket must be given together; None: all. Fewer take more exchanges, more take more
+        memory."""
         if bucket.options.stage == 0 and bucket.group.size > 1:
             return None
         is_expert = bucket.parameters[0].spec.replica_role == "expert_replicas"

@@ -25,8 +25,7 @@ LOGIT_PASSES = 4.0
 
 
 def layer_seconds(config: ResolvedConfig, layer: ModelLayer) -> float:
-    """Forward and backward of one microbatch on a typical device. `layer`: of a GPT or BERT: its embedding, a block, or
-    its head."""
+    """Forward and backward of a microbatch on a typical device. `layer`: of a GPT or BERT: embedding, block or head."""
     flops_per_second, bandwidth = _CORE if config.precision.precision == "fp32" else _A100
     t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
     sums = layer.parameters / t * (8.0 + e) / bandwidth  # of weights' gradients, in fp32

@@ -18,8 +18,7 @@ from megacore.pipeline.layer_time import layer_seconds
 
 
 def layer_kind(layer: ModelLayer) -> tuple[int | str, int]:
-    """Equal for layers that compute and hold the same, as most blocks of a model do; the layers are kept alive by the
-    caller."""
+    """Equal for layers that compute and hold the same, as most blocks do; the caller keeps the layers alive."""
     return id(layer.block) if layer.block is not None else layer.name, layer.parameters
 
 

@@ -187,8 +187,7 @@ class _Plan:
         return cls._of_batches(schedule, list(schedule.batches(rank)))
 
     def only(self, microbatch: int) -> _Plan:
-        """The part of the plan that computes one microbatch. What it waits for comes from the same microbatch, so that
-        it runs by itself."""
+        """The part of the plan that computes one microbatch, which waits for nothing of others."""
         parts = [
             (is_transfer, [action for action in batch if action.microbatch == microbatch])
             for is_transfer, batch in self.batches

@@ -100,8 +100,8 @@ class Schedule:
         return [action for action in self.actions[rank] if not action.op.is_transfer]
 
     def batches(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:
-        """A rank's actions, batched into transfers, which are posted together, and computations. Yields whether the
-        batch is of transfers, and the batch."""
+        """A rank's actions in batches; yields whether a batch is of transfers, which are posted together, and the
+        batch."""
         for is_transfer, batch in groupby(self.actions[rank], key=lambda action: action.op.is_transfer):
             yield is_transfer, list(batch)
 
@@ -287,8 +287,8 @@ def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stag
 
 
 def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[float]]:
-    """When each computation starts at the earliest, with free transfers. Raises ScheduleError where the computations
-    wait for each other."""
+    """The earliest start of each computation, with free transfers. Raises ScheduleError where they wait for each
+    other."""
     starts: list[list[float]] = [[] for _ in order]
     clock = [0.0] * len(order)
     made: dict[Key, float] = {}
@@ -300,8 +300,7 @@ def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[flo
 
 def possible_order(order: Sequence[Sequence[Action]], stages: int) -> Iterator[tuple[int, Action, list[Key]]]:
     """The computations of all ranks, each after those that it requires: the rank, the computation, what it requires.
-    `order`: the computations of each rank, in order. Raises ScheduleError where the computations wait for each
-    other."""
+    Raises ScheduleError where the computations wait for each other."""
     position, made, moved = [0] * len(order), set[Key](), True
     while moved:
         moved = False

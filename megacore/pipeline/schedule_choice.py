@@ -48,16 +48,15 @@ def is_auto(config: ResolvedConfig) -> bool:
 def choose_schedule(
     config: ResolvedConfig, choices: Sequence[ScheduleChoice], fits: Callable[[ResolvedConfig], bool]
 ) -> ResolvedConfig:
-    """The configuration with the first schedule that fits, or the last. `fits`: whether every rank has the memory for a
-    configuration. The last choice is not asked about."""
+    """The configuration with the first schedule whose every rank `fits` into memory, or the last, which is not asked
+    about."""
     *faster, last = (choice.of(config) for choice in choices)
     return next((candidate for candidate in faster if fits(candidate)), last)
 
 
 def with_stages_that_fit(config: ResolvedConfig, fits: Callable[[ResolvedConfig], bool]) -> ResolvedConfig:
     """The configuration with stages balanced by parameters, where those balanced by time do not fit and these do.
-    `config`: a resolved configuration, with its schedule. `fits`: whether every rank has the memory for a
-    configuration."""
+    `fits`: whether every rank has the memory."""
     parallel = config.parallel
     is_open = parallel.pipeline_balance == "time" and parallel.pipeline_layout is None
     if parallel.pp == 1 or not is_open or fits(config):

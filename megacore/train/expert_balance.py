@@ -83,8 +83,7 @@ class ExpertBalance(StepHook):
         }
 
     def loads(self) -> dict[str, Tensor]:
-        """How many tokens of the last step's global batch have chosen each expert, [E] int64, by the name of the
-        layer."""
+        """How many tokens of the last global batch chose each expert, [E] int64, by the name of the layer."""
         return dict(zip(self._layers, self._counts[:, :-2], strict=True))
 
     def figures(self) -> dict[str, float]:

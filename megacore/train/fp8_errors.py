@@ -33,8 +33,7 @@ _PRODUCTS = ("output", "input gradient")
 
 
 class Fp8Errors(StepHook):
-    """Measures the layers of all ranks; all ranks call each method together. Raises ConfigError where no layer
-    multiplies in fp8."""
+    """Measures all layers; all ranks call each method together. Raises ConfigError where no layer multiplies in fp8."""
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._every, self._budget = mesh, config.precision.fp8_check_every, config.precision.fp8_budget
@@ -58,8 +57,8 @@ class Fp8Errors(StepHook):
             layer.kept = {} if self._keeps_weights else None
 
     def after_update(self, steps: TrainStep, outcome: Outcome) -> None:
-        """Take the layers whose error is above the budget out of fp8; not where the step is skipped, whose numbers a
-        diagnosis may compute again."""
+        """Take layers with errors above the budget out of fp8; not in a skipped step, which a diagnosis may compute
+        again."""
         for layer in self._layers.values():
             layer.kept = None
         if self._every == 0 or (steps.step - 1) % self._every:

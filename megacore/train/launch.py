@@ -105,8 +105,7 @@ class Job:
 
 
 def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
-    """Run `body` on this rank of the mesh, and report why if it fails. `body`: the training run; returns when it is
-    done. Returns the exit status."""
+    """Run `body` on this rank of the mesh, and report why if it fails. Returns the exit status."""
     job = Job()
     try:
         job.run(config, body)
@@ -145,8 +144,7 @@ def for_device(config: C, device: torch.device) -> C:
 
 
 def with_pipeline(config: C, mesh: Mesh) -> C:
-    """The configuration with the schedule that --schedule auto is here, and with stages that fit: the first rank
-    predicts, and all need room."""
+    """With the schedule that --schedule auto is here, and stages that fit: the first rank predicts, all need room."""
     if config.parallel.pp == 1:
         return config
     layers, schedules = outline(config), None

@@ -33,7 +33,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[M
 
 
 def fits_everywhere(config: ResolvedConfig, mesh: Mesh, layers: Sequence[ModelLayer]) -> bool:
-    """Whether a run fits on every rank by what is expected; always without --memory-check. Arguments as for
+    """Whether a run is expected to fit on every rank; always without --memory-check. Otherwise as
     `check_memory_of_ranks`."""
     if not config.training.memory_check:
         return True
@@ -48,8 +48,8 @@ def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[ModelLayer]) -
 
 
 def device_memory(device: torch.device) -> AvailableMemory | None:
-    """What an accelerator has left for this process: what nobody holds, and what this process's allocator keeps unused;
-    None where torch cannot say."""
+    """What an accelerator has left for this process, its allocator's unused part included; None where torch cannot
+    say."""
     ask = getattr(torch.accelerator, "get_memory_info", None) or getattr(
         torch.get_device_module(device), "mem_get_info", None
     )

@@ -49,8 +49,7 @@ class StepClock:
         self._step, self._start, self._waited = step, time.perf_counter(), 0.0
 
     def read(self, step: int, waited: float) -> StepTimes:
-        """The times of the steps since the last call. `waited`: seconds in which the program has waited for data, since
-        `restart`."""
+        """The times of the steps since the last call. `waited`: seconds of waiting for data since `restart`."""
         synchronize(self._device)
         now = time.perf_counter()
         seconds, waiting = now - self._start, waited - self._waited
@@ -145,7 +144,7 @@ class StepMetrics:
 
     def _measured_bubble(self, everyone: Tensor) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean.
-        `everyone`: [ranks, 3]: seconds when each rank's first computation began and its last one ended, and how many it
+        `everyone`: [ranks, 3]: seconds when each rank's first computation began and its last ended, and how many it
         computed."""
         degrees = self._mesh.degrees
         stages = list(degrees).index(pipeline_dimension(self._mesh.dimensions))

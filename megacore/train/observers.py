@@ -29,8 +29,7 @@ class Observers:
     """What a run asks, with the answers of a tree without observers."""
 
     def announce(self, trainer: Trainer, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
-        """Say what is about to be built, and by what. `trainer`: has its configuration, mesh, task and metrics, and no
-        model yet."""
+        """Say what is about to be built, and by what. `trainer`: has no model yet."""
         if trainer.mesh.world.is_first:
             note = "megacore/observe is not installed: nothing of the run is recorded, traced, replayed or compared"
             print(f"megacore: note: {note}", file=sys.stderr)
@@ -48,13 +47,11 @@ class Observers:
     def diagnose(
         self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float
     ) -> Diagnosis | None:
-        """Why a step was not finite; all ranks call this together, after a step that was skipped. `last_loss`: mean
-        loss of the last step that updated the weights."""
+        """Why a step was skipped as not finite; all ranks call this together. `last_loss`: mean, of the last update."""
         return None
 
     def fault_in_words(self, steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
-        """Why a fault of a machine made weights or moments not finite; None where that is open. All ranks call this
-        together."""
+        """Why a machine's fault made weights or moments not finite; None: open. All ranks call this together."""
         return None
 
 

@@ -194,8 +194,7 @@ def zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh
 
 
 def _check_groups(groups: ParameterGroups, parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
-    """Refuse rules that are about no parameter of the model; all ranks call this together. Raises ConfigError on every
-    rank."""
+    """All ranks call this together. Raises ConfigError on each for rules that are about no parameter of the model."""
     if groups.is_uniform or mesh.backend == "fake":  # the parameters of other ranks are not known then
         return
     names = sorted({name for of_rank in all_gather_objects(list(parameters), mesh.world) for name in of_rank})

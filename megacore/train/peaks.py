@@ -23,8 +23,8 @@ Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True)
 class Peaks:
-    """TFLOP/s of one device as torch counts devices (an MI250X card is two); None: the format has no fast products, or
-    the figure is not known."""
+    """TFLOP/s of a device as torch counts them (an MI250X is two); None: no fast products, or the figure is not
+    known."""
 
     fp16: float | None
     bf16: float | None

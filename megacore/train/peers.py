@@ -131,8 +131,7 @@ def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
 
 
 def _arrives(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the signal's number is in the pipe. If training has installed another handler (stopping.py), the
-    watch leaves the signal to it."""
+    """Nothing: the number is in the pipe. A handler that training installs (stopping.py) takes the signal over."""
 
 
 def _open(pid: int) -> int | None:

@@ -95,8 +95,7 @@ class PlainTask(Task):
 
 
 def _drop_gradients_unless(counts: Tensor, output: Any) -> None:
-    """Sets the gradients of a model's output to 0 where nothing of a microbatch counts: those of a mean over nothing
-    are not numbers, and neither is the mean."""
+    """Sets the gradients of a model's output to 0 where nothing of a microbatch counts: a mean over nothing is NaN."""
     if isinstance(output, tuple):
         for part in output:
             _drop_gradients_unless(counts, part)

@@ -89,8 +89,8 @@ class Saving:
 
     @section(Phase.SAVE)
     def doubt(self, updates: int) -> None:
-        """Mark in doubt every checkpoint of the run that has the weights of now, if the newest one has them. `updates`:
-        how many steps have updated the weights."""
+        """Mark in doubt the checkpoints of the weights of now, if the newest has them. `updates`: of the weights so
+        far."""
         with contextlib.suppress(OutputClosed, StorageError):  # what ends the run is the first of them
             self.finish()
         if self.newest is None or self.updates != updates:

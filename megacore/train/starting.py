@@ -17,8 +17,7 @@ _SILENT = {"help", "h", "version", "dry-run"}  # flags that ask for a text, whic
 
 
 class _Begun:
-    """When this process said that the run starts; None: it has not, as in a program that calls a part of the
-    trainer."""
+    """When this process said that the run starts; None: it has not, as where a program calls parts of the trainer."""
 
     at: ClassVar[float | None] = None  # of `time.monotonic`
 

@@ -108,9 +108,8 @@ class BatchWeight:
 
 
 class TrainStep:
-    """A task's model on this rank, with its optimizer, and the steps that train it. A step is `compute_gradients`, then
-    `update_weights`. What the caller does between the two overlaps with the work of an accelerator. `task`: the model
-    and its loss."""
+    """A task's model on this rank, its optimizer, and the steps that train it: `compute_gradients`, then
+    `update_weights`. What the caller does between the two overlaps with the work of an accelerator."""
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
         self.task, self.config, self.mesh = task, config, mesh
@@ -153,8 +152,8 @@ class TrainStep:
             self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
 
     def begin(self, counts: Tensor, *, updates: bool = True) -> BatchWeight:
-        """Begin a step: drop the gradients of the last one. `counts`: of this rank's microbatches of the step together,
-        fp64 of the loss's shape; replaced by the global batch's. `updates`: whether the weights are updated from these
+        """Begin a step: drop the gradients of the last one. `counts`: of this rank's microbatches together, fp64 of
+        the loss's shape; replaced by the global batch's. `updates`: whether the weights are updated from these
         gradients."""
         scale = self.update.scaler.scale
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
@@ -165,9 +164,8 @@ class TrainStep:
         return self._weight
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward of a microbatch whose forward the caller has run, between `begin` and `update_weights`; of a model
-        without pipeline. `loss`: summed over what `begin` counts, a scalar. `is_last`: whether it is the step's last
-        microbatch."""
+        """Backward of a microbatch whose forward the caller has run, between `begin` and `update_weights`, without
+        pipeline. `loss`: summed over what `begin` counts, a scalar. `is_last`: of the step's microbatches."""
         assert self._weight is not None, "begin comes first"
         data_parallel, summed = self.model.data_parallel, loss.detach().double()
         data_parallel.begin_backward(0, last=is_last, all_weights=True)
@@ -246,9 +244,8 @@ class TrainStep:
         return _joined(hook.figures() for hook in self.hooks)
 
     def require_finite(self) -> None:
-        """Check weights and moments before they are saved; all ranks call this together. Raises SilentCorruption
-        where one of them is not finite, and its copies on other ranks are; TrainingDiverged where one of them is not
-        finite."""
+        """Check weights and moments before a save; all ranks call this together. Raises SilentCorruption where one is
+        not finite, and its copies on other ranks are; otherwise TrainingDiverged."""
         if non_finite := self.update.non_finite_state():
             fault = observers().fault_in_words(self, non_finite)
             ending = TrainingDiverged if fault is None else SilentCorruption
@@ -259,8 +256,8 @@ class TrainStep:
             )
 
     def doubt(self) -> str | None:
-        """Why the weights may be of no use, in words: `--load auto` passes over a checkpoint of them. None: they are as
-        they should be. All ranks call this together."""
+        """Why the weights may be of no use, in words, for `--load auto` to pass over them; None: sound. For all ranks
+        together."""
         if self.update.doubts_weights:
             return f"the last {counted(self.update.skipped_in_a_row, 'step')} did not change the weights"
         largest = self.update.largest_weight()

@@ -29,8 +29,8 @@ class StepHook:
         """The forwards of step number `step` follow, whose loss is multiplied by `loss_scale`."""
 
     def computes(self, step: int) -> ComputesGradients | None:
-        """What computes the gradients of step number `step` in place of the pipeline's runtime; the first hook that has
-        an answer does."""
+        """What computes the gradients of a step in place of the pipeline's runtime; the first hook with an answer
+        does."""
         return None
 
     def after_update(self, steps: TrainStep, outcome: Outcome) -> None:

@@ -68,8 +68,8 @@ class Task(ABC):
         """Give a rank's named parameters their values, in place."""
 
     def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Give what belongs to a rank's layers and is no parameter, by global name, its values in place, where they are
-        not those that new layers have."""
+        """Give values, in place and by global name, to what is no parameter of a rank's layers and differs from new
+        layers'."""
         return
 
     def of_rank(self, microbatch: Any) -> Any:
@@ -86,15 +86,13 @@ class Task(ABC):
         """Specs of the tensors that stage number `stage` receives, which is not the first; equal on every rank."""
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
-        """What the model's last layer gets beside the output of the layer before it: what it computes the loss from,
-        where it does. `weight`: what backward will multiply the loss by; None: there is no backward, or another
-        weight."""
+        """What the model's last layer gets beside its input, such as what it computes the loss from. `weight`: what
+        backward will multiply the loss by; None: there is no backward, or another weight."""
         return ()
 
     @abstractmethod
     def loss(self, output: Any, microbatch: Any) -> Tensor:
-        """The loss summed over the microbatch, or several sums: fp32, of `loss_shape`. `microbatch`: from which it was
-        computed."""
+        """The loss summed over the microbatch, or several sums: fp32, of `loss_shape`."""
 
     @abstractmethod
     def counts(self, microbatch: Any) -> Tensor:

@@ -167,8 +167,8 @@ class Trainer:
         return self.step >= self.config.training.train_iters or self.decision.stop is not None
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult:
-        """One update of the weights; sets `decision`, on which all ranks agree. `microbatches`: this data-parallel
-        rank's share of the global batch, on the device."""
+        """One update; sets `decision`, on which all ranks agree. `microbatches`: of this data-parallel rank, on the
+        device."""
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
         if Current.heartbeat is not None:
@@ -280,8 +280,8 @@ class Trainer:
         self.callbacks.say(text)
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the next step, on all ranks, with a checkpoint; any rank may ask. `reason`: as in the last
-        line of the output: "stopped by {reason}"."""
+        """End the run after the next step, on all ranks, with a checkpoint. `reason`: ends the output: "stopped by
+        {reason}"."""
         self.stop_requests.request(reason)
 
     def unclocked(self) -> AbstractContextManager[None]:
@@ -324,8 +324,8 @@ class Trainer:
         return [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
 
     def _is_due(self, interval: int, step: int | None = None) -> bool:
-        """Whether a step, by default the last one taken, is a multiple of `interval` or the last step of the run; if
-        `interval` is 0 only the last step is due."""
+        """Whether a step, by default the last one taken, is a multiple of `interval` (0: none is) or the last of the
+        run."""
         step = self.step if step is None else step
         return step == self.config.training.train_iters or (interval > 0 and step % interval == 0)
 

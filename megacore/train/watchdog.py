@@ -62,8 +62,7 @@ class Watchdog:
         return ""
 
     def died_silently(self, within_seconds: float) -> str:
-        """Names the ranks of this node that have ended and have not said why; empty if there are none.
-        `within_seconds`: to wait for the first of them."""
+        """The ranks of this node that ended without a reason. `within_seconds`: to wait for the first of them."""
         return ""
 
     def different_operations(self, step: int, mesh: Mesh) -> str:

@@ -477,8 +477,8 @@ class Bucket:
         return [self.gradient(run.shard_slice) for run in self.runs]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The reduced gradients of several segments, in the shard's order; adjacent ones as one flat tensor, with the
-        zeros of the padding between them."""
+        """The reduced gradients of several segments in order; adjacent ones as one flat tensor, with the padding
+        between."""
         slices = [segment.shard_slice for segment in segments] if self.in_place else contiguous_slices(segments)
         return [gradient for elements in slices if (gradient := self.gradient(elements)) is not None]
 
@@ -543,8 +543,8 @@ class Bucket:
                         yield member, self._gradients[part]
 
     def _record_local_norms(self, gradients: Tensor) -> None:
-        """Record the norms of this rank's gradients that the reduction overwrites, so that a sum that is not finite can
-        be traced to its source."""
+        """Record the norms of own gradients that the reduction overwrites: a sum that is not finite is traced to its
+        source."""
         if self._keeps_others:
             parts = [gradients[self._shard][segment.shard_slice] for segment in self.segments]
         else:

@@ -23,20 +23,18 @@ from megacore.parallel.mesh import Group
 
 
 class Code(ABC):
-    """Writes blocks of numbers as bytes. A value that is not finite makes what is read of its block not finite, so that
-    the step is skipped on every rank."""
+    """Writes blocks of numbers as bytes. One that is not finite makes its whole block so: every rank skips the step."""
 
     format: ClassVar[Format]
 
     @abstractmethod
     def encode(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """uint8 [blocks, block_bytes] `x`: fp32 [blocks, block]. `mask`: bool, of the same shape: which elements count.
-        The others are 0. None: all."""
+        """uint8 [blocks, block_bytes] of `x`, fp32 [blocks, block]. `mask`: bool, of x's shape: the others are 0. None:
+        all count."""
 
     @abstractmethod
     def decode(self, message: Tensor, mask: Tensor | None) -> Tensor:
-        """fp32 [blocks, block]; 0 where the mask is not set. `message`: uint8 [blocks, block_bytes]. `mask`: as for
-        `encode`."""
+        """fp32 [blocks, block], 0 where the mask is not set, of `message`, uint8 [blocks, block_bytes]."""
 
 
 class SignCode(Code):
@@ -128,8 +126,7 @@ class CompressedSum:
         return [held for held in (self.worker_error, self.server_error, self._mask) if held is not None]
 
     def restrict(self, counted: Tensor) -> None:
-        """From now on only some elements are summed; the others are 0 everywhere. `counted`: bool [size], the same on
-        every rank."""
+        """From now on the others are 0 everywhere. `counted`: bool [size], the same on every rank."""
         self._mask = torch.zeros_like(self.worker_error, dtype=torch.bool)
         self._mask.view(-1)[: self._size] = counted
         self.worker_error.mul_(self._mask)
@@ -137,8 +134,8 @@ class CompressedSum:
             self.server_error.mul_(self._mask.view(-1)[self.part].view_as(self.server_error))
 
     def begin(self, terms: Tensor, scale: float = 1.0) -> None:
-        """Begin to sum. `terms`: of this rank, flat [size]; may change once this returns. `scale`: a factor of the
-        terms; errors are kept without it."""
+        """Begin to sum. `terms`: of this rank, flat [size]; may change once this returns. `scale`: a factor not kept in
+        errors."""
         x, group = self.worker_error, self._group
         x.view(-1)[: self._size].add_(terms, alpha=1.0 / scale)
         if self._mask is not None:
@@ -172,8 +169,8 @@ class CompressedSum:
         return None if self._mask is None else self._mask.view(-1)[self.part].view(self._part, -1)
 
     def gathered_server_error(self, whole: Tensor) -> Tensor:
-        """The errors of all parts, fp32 [size]; the ranks of the group call this together. `whole`: memory for them,
-        flat, as large as `worker_error`."""
+        """All parts' errors, fp32 [size]; the group calls this together. `whole`: memory for them, like
+        `worker_error`."""
         assert self.server_error is not None
         start_all_gather(whole, self.server_error.view(-1), self._group).wait()
         return whole[: self._size]

@@ -203,8 +203,7 @@ class DataParallel:
         return assign_buckets(parameters, limits, self._separate, least=least)
 
     def _sums_in_ring(self, group: Group) -> bool:
-        """Whether gloo sums the gradients of a replica group in a ring of more than two ranks, which takes milliseconds
-        whatever the size."""
+        """Whether gloo sums gradients in a ring of more than two ranks, which takes milliseconds whatever the size."""
         return self.options.stage == 0 and self._mesh.device.type == "cpu" and group.size > 2
 
     # ---- around the layers
@@ -277,15 +276,13 @@ class DataParallel:
         self.hold_parameters(chunk, all_weights=all_weights)
 
     def end_backward(self, chunk: int) -> None:
-        """The backward of a microbatch through a chunk is done: begin the reductions that are still due, and release
-        the chunk's parameters."""
+        """A microbatch's backward through a chunk is done: begin reductions still due, and release the parameters."""
         self._begin_reductions(-1)
         self.release_parameters(chunk)
 
     def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
         """Make a chunk's parameters ready for a backward, or for a forward that does not go through `run_layer`.
-        `chunk`: number of the pipeline stage on this rank. `all_weights`: whether backward needs all of them at once;
-        else it gets them layer by layer."""
+        `all_weights`: whether backward needs all at once; else layer by layer."""
         self._by_layer = not all_weights
         for layer in self._chunks[chunk] if all_weights else ():
             layer.acquire()
@@ -296,9 +293,8 @@ class DataParallel:
 
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
-        """Gradients that are computed inside are shown to the observer. If it discards them, those of the step stay as
-        they are. Not shown are gradients of parameters that several chunks of this rank use, which are added up as they
-        come."""
+        """Show gradients computed inside to the observer; if it discards them, the step's stay as they are. Gradients
+        of parameters that several chunks of this rank use are not shown, because they are added up as they come."""
         kept = [parameter.grad for parameter in self.parameters]
         if observer.discards:
             for parameter in self.parameters:
@@ -452,8 +448,8 @@ class DataParallel:
         return NonFiniteGradient(chunk=self.place_of(name)[0], position=positions[-1], name=name)
 
     def place_of(self, name: str) -> tuple[int, int]:
-        """Where the forward uses a parameter: the number of its pipeline stage on this rank, and its number among the
-        rank's parameters."""
+        """Where the forward uses a parameter: the pipeline stage on this rank, and the place among the rank's
+        parameters."""
         position = next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
         return self._bucket_of(name).chunk, position
 
@@ -499,8 +495,7 @@ class Layer:
 
 
 class _Inlet:
-    """Takes the gradients of a parameter as backward computes them: from autograd, and as a `GradientSum` from a
-    product or a look-up that adds them itself."""
+    """Takes a parameter's gradients: from autograd, and as a `GradientSum` from a product or look-up that adds them."""
 
     def __init__(self, data_parallel: DataParallel, bucket: Bucket, member: Member) -> None:
         self.bucket, self.parameter = bucket, member.parameter
@@ -521,8 +516,8 @@ class _Inlet:
             parameter.gradient_sum = self
 
     def hook(self) -> RemovableHandle:
-        """Have autograd call `_take`. The hook does not keep its owner alive: the garbage collector cannot see the
-        hooks of a tensor whose node in the graph exists."""
+        """Have autograd call `_take`, without a reference to its owner: the garbage collector cannot see a tensor's
+        hooks."""
         reference = weakref.WeakMethod(self._take)
 
         def hook(parameter: Tensor) -> None:

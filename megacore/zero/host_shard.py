@@ -101,8 +101,8 @@ class HostShard:
         self._gradients, self.has_gradients = self._memory, False
 
     def add(self, gradients: Tensor) -> None:
-        """Begin to add gradients to the sum, and to copy it to the host. `gradients`: flat, of the shard, on the
-        device; given away."""
+        """Begin to add gradients to the sum, and to copy it to the host. `gradients`: flat, on the device; given
+        away."""
         streams = self._streams
         streams.release()  # before more is fetched
         streams.downloads.wait_stream(streams.current())

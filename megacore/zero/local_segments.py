@@ -43,8 +43,8 @@ class LocalRun:
 
     @property
     def gradient_is_copied(self) -> bool:
-        """Whether the optimizer updates on the device, and has a copy in fp32 of a reduced gradient in 16 bits, which
-        stays as it is."""
+        """Whether the optimizer gets an fp32 copy, on the device, of a reduced 16-bit gradient, which stays as it
+        is."""
         return not self.bucket.options.offload and self.bucket.options.summed_dtype != torch.float32
 
 

@@ -1,5 +1,5 @@
-"""How much memory the state of training takes on a rank, counted from the storages that exist; by formula it is in
-`megacore.plan.memory`."""
+"""The memory of training's state on a rank, counted from the storages that exist; `megacore.plan.memory` has the
+formulas."""
 
 from __future__ import annotations
 

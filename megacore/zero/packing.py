@@ -41,8 +41,7 @@ class Packing:
 
 
 def grown(bucket_bytes: int, ranks: int) -> int:
-    """The size of a bucket that `ranks` ranks shard: as given, until a rank's share were below 1 MiB or a sixteenth of
-    the bucket; from there on it grows with the ranks."""
+    """The size of a bucket for so many ranks: it grows once a rank's share were below 1 MiB or 1/16 of the bucket."""
     return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
@@ -211,8 +210,7 @@ def _largest_to_emptiest(sizes: Sequence[int], rooms: Sequence[int]) -> list[int
 
 
 def _mixed(sizes: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
-    """The shard of each matrix, where shard after shard gets what fills it best, of all sizes; None if some are
-    left."""
+    """The shard of each matrix where shard after shard gets what fills it best; None if some are left."""
     return _filled(sizes, rooms, mixed=True)
 
 
