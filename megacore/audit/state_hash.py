@@ -126,8 +126,7 @@ def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
 
 
 class StateHash:
-    """The hashes of the weights, the optimizer's state and the buffers of a run; all ranks call each method
-    together."""
+    """The hashes of weights, optimizer state and buffers; all ranks call each method together."""
 
     def __init__(self, steps: TrainStep, mesh: Mesh) -> None:
         self._steps, self._mesh = steps, mesh
@@ -143,8 +142,7 @@ class StateHash:
     @torch.no_grad()
     @section(Phase.CHECK)
     def sums(self, *further: Tensor) -> Tensor:
-        """The hash of each of `names`, and this rank's terms of further ones; int64, on the device, summed over all
-        ranks."""
+        """The hash of each of `names`, and this rank's further terms; int64, on the device, summed over all ranks."""
         zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         terms = [zero if part is None else part_hash(part).to(zero.device) for _, part in self._parts()]
         total = zero.new_zeros(len(self.names))

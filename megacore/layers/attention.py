@@ -169,9 +169,8 @@ class SelfAttention(Attention):
 
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Attention over all positions. `x`: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s
-        counts this rank's positions, and those of the whole sequence in what follows. `documents`: [b, s] whole on
-        every rank, as for `ops.attention`. `positions`: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
-        Returns like x."""
+        is this rank's positions here, and the whole sequence below. `documents`: [b, s] whole on every rank, as for
+        `ops.attention`. `positions`: [b, s] whole on every rank, for the rotation. None: 0 to s - 1. Returns like x."""
         return self.output(self.attended(x, documents, positions))
 
     def attended(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:

@@ -152,8 +152,7 @@ class ScaledResidual(Residual):
 
 
 def build_residual(config: ResolvedModel, dropout: Dropout | None, post_norm: LayerNorm | None) -> Residual:
-    """How a block adds to the residual stream. `config`: says what the output is multiplied by, before its norm.
-    `post_norm`: of the output; None: there is none."""
+    """How a block adds to the residual stream. `post_norm`: of the output; None: there is none."""
     residual = Residual() if dropout is None else DroppedResidual(dropout)
     if post_norm is not None:
         residual = NormedResidual(residual, post_norm)

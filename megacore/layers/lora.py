@@ -87,9 +87,8 @@ class AdaptedGatedMLP(GatedMLP):
 def adapted(
     build: Callable[[], nn.Module], name: str, lora: LoraConfig, model: ResolvedModel, context: BuildContext
 ) -> nn.Module:
-    """A layer of a model, frozen; and with adapters beside the linear layers of a block. `name`: its global name.
-    `model`: what the layer belongs to. `context`: with which the layer is built. Raises ConfigError where the block has
-    no layer of a target's name."""
+    """A layer of a model, frozen; and with adapters beside the linear layers of a block. Raises ConfigError where the
+    block has no layer of a target's name."""
     layer = build().requires_grad_(False)
     if not name.startswith("blocks."):
         return layer
@@ -140,8 +139,7 @@ def _add(
 
 
 def projection_of_rows(model: ResolvedModel, rows: Tensor) -> Tensor:
-    """Which of query (0), key (1) and value (2) each row of the joint projection belongs to: by head group, the queries
-    first."""
+    """Whether each row of the joint projection is of query (0), key (1) or value (2): by head group, queries first."""
     shared_by = model.num_attention_heads // model.query_groups
     return (rows // model.head_size % (shared_by + 2) - shared_by + 1).clamp(min=0)
 

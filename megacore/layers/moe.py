@@ -99,8 +99,8 @@ def _best(preferred: Tensor, experts: ResolvedExperts) -> tuple[Tensor, Tensor]:
 
 
 def _highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Indices of the highest values along the last dimension, of equal ones the first; and by how much the last of them
-    is above the next value, at least."""
+    """Indices of the highest values along the last dimension, of equal ones the first; and the least gap to the next
+    value."""
     found, indices = torch.sort(values, dim=-1, descending=True, stable=True)
     if count == values.shape[-1]:
         return indices, values.new_full((), torch.inf)
@@ -158,8 +158,7 @@ def beyond_capacity(indices: Tensor, weights: Tensor, experts: ResolvedExperts, 
 
 
 class Router(ShardedModule):
-    """h -> E logits, computed in fp32. `hidden_size`: h. `experts`: the section of the experts. `blocks`: where sums
-    over positions are cut."""
+    """h -> E logits, computed in fp32. `hidden_size`: h. `blocks`: where sums over positions are cut."""
 
     # [E + 2] int64, how often each expert was chosen on this rank in the forwards of this step, how many choices
     # padding would have, and how many were dropped.
@@ -203,8 +202,7 @@ def _gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class SharedExpert(ShardedModule):
-    """An MLP that every token uses, and a gate where the model has one. `experts`: its section, with a shared
-    expert."""
+    """An MLP that every token uses, and a gate where the model has one."""
 
     def __init__(self, config: ResolvedModel, experts: ResolvedExperts, context: BuildContext) -> None:
         super().__init__()
@@ -395,8 +393,8 @@ class MoE(nn.Module):
         return x if group.size == 1 else self.sequence.put_together(all_gather(x, group), 1)
 
     def _noise(self, x: Tensor) -> Tensor | None:
-        """[b, s, h] fp32, numbers around 1 by which the router's input is multiplied (Fedus et al. 2021, arXiv
-        2101.03961, section 2.3); None: there is no noise."""
+        """[b, s, h] fp32 around 1, which multiplies the router's input (Fedus et al. 2021, section 2.3); None: no
+        noise."""
         eps = self.config.moe_input_jitter_eps
         if not (eps and self.training):
             return None

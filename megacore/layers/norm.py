@@ -114,16 +114,15 @@ class JointHeadNorm(ShardedModule):
         return scaled_and_shifted(normed, weight, bias).to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over the last dimension on all ranks, [..., 1]. Every rank uses it for other heads, so that its gradient is a
-        sum over the ranks too."""
+        """Over the last dimension on all ranks, [..., 1], for other heads on each: so gradients are summed over ranks
+        too."""
         return copy_to_group(reduce_from_group(x.sum(-1, keepdim=True), self.ranks), self.ranks) / self.size
 
 
 class NormOfEachHead(ShardedModule):
     """A norm of the queries, or the keys, of each head, with weights of its own, as in StableLM 2 12B. Every rank holds
-    the weights of all heads, and uses those of its own. `config`: which norm, and its epsilon. `ranks`: of the layer
-    group, which have different heads, or the same key where they are more than the keys. `group`: ranks over which the
-    parameters' gradients are summed here."""
+    all weights, and uses those of its own heads. `ranks`: of the layer group, which have different heads, or the same
+    key where they are more than the keys. `group`: ranks over which the parameters' gradients are summed here."""
 
     def __init__(
         self,

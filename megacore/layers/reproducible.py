@@ -121,8 +121,8 @@ class AttentionOfBlocks(Attention):
 
 
 class SelfAttentionOfBlocks(AttentionOfBlocks, SelfAttention):
-    """With a copy of key and value for each block of query heads that shares them: the copies' gradients are then added
-    in the order of the blocks."""
+    """With a copy of key and value for each block of query heads: the copies' gradients are added in the order of
+    blocks."""
 
     def adopt(self) -> None:
         super().adopt()
@@ -167,8 +167,7 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def make_reproducible(layer: nn.Module, blocks: Blocks) -> None:
-    """Let everything inside a layer of a model compute in blocks. Its parameters stay. `blocks`: of the model; if they
-    do not divide sums, nothing changes."""
+    """Let everything inside a layer compute in `blocks`, if they divide sums. Its parameters stay."""
     if not blocks.divide:
         return
     reproducible.exchange(layer, blocks, reproducible.OF_BLOCKS | _OF_BLOCKS)

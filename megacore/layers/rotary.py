@@ -112,8 +112,7 @@ class Rotary:
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn both by their positions. `query`: [b, s, n, d]. `key`: [b, s, g, d]. `positions`: [b, s] int64, of whole
-        sequences, below s or the length of the longest `tables` before. None: 0 to s - 1 in every sequence. Returns
-        like query and key, contiguous."""
+        sequences, below s or the length of the longest `tables`. None: 0 to s - 1. Returns like both, contiguous."""
         cos, sin = self._angles(query, positions)
         if positions is None:
             return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
@@ -163,8 +162,7 @@ class Rotary:
         return (*self._tables, *self._here)
 
     def frequencies(self, length: int) -> Tensor:
-        """Radians a position of each pair of dimensions, [r/2] fp32. `length`: positions of the sequence, by which
-        dynamic scaling and longrope go."""
+        """Radians a position of each pair, [r/2] fp32. `length`: of the sequence; for dynamic scaling and longrope."""
         scaling, base, r = self.scaling, self.base, self.dimensions
         if scaling is not None and scaling.kind == "dynamic" and length > scaling.original:
             stretch = scaling.factor * length / scaling.original - (scaling.factor - 1.0)

@@ -106,10 +106,9 @@ class Blocks:
         tensors: Sequence[Tensor],
         parameters: Sequence[ShardedParameter | None],
     ) -> Tensor:
-        """A function of single positions, computed a block of positions at a time, so that gradients of parameters that
-        every rank holds are sums over canonical blocks. `function`: of blocks of `tensors`, then of the parameters.
-        `tensors`: [b, s', ...]. `parameters`: that every rank holds; None is passed on. Returns the results, joined
-        along positions."""
+        """A function of single positions, a block of positions at a time, so that gradients of parameters that every
+        rank holds are sums over canonical blocks. `function`: of blocks of `tensors`, [b, s', ...], then of
+        `parameters`, of which None is passed on. Returns the results, joined along positions."""
         if not self.divide:
             return function(*tensors, *parameters)
         number = len(self.held_positions)

@@ -75,8 +75,7 @@ def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor
 
 
 def rows_of_ranks(row: Sequence[float], mesh: Mesh) -> Tensor:
-    """Every rank's numbers, [ranks, len(row)] fp64 on the mesh's device, the same bits on every rank. `row`: this
-    rank's; every rank has as many."""
+    """Every rank's `row`, of one length: [ranks, len(row)] fp64 on the mesh's device, the same bits on every rank."""
     rows = torch.tensor([[mesh.world.rank, *row]], dtype=torch.float64, device=mesh.device)
     for group in mesh.sum_groups:  # those of a group's ranks, who then all take part in the next group's
         if _by_messages(rows, group) and group.size <= _FEW_RANKS:
@@ -122,8 +121,7 @@ def _is_small_sum(tensor: Tensor, group: Group, op: Reduction) -> bool:
 
 
 class Sum:
-    """The sum of a tensor over the group, under way. `x`: its memory may be used for the sum. `group`: of two ranks or
-    more."""
+    """A tensor's sum over the group, of two ranks or more, under way. `x`: its memory may be used for the sum."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self._compiled = torch.compiler.is_compiling()
@@ -166,8 +164,8 @@ class ShardsGathered:
 
 
 class SumScattered:
-    """This rank's part of a sum over the group, under way. `x`: [group.size, ...], contiguous, a part for each rank.
-    `group`: of two ranks or more."""
+    """This rank's part of a sum over the group, of two ranks or more. `x`: [group.size, ...], contiguous, a part for
+    each."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self._compiled = torch.compiler.is_compiling()
@@ -263,8 +261,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
-    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`, which may be
-    this rank's part of `whole`."""
+    """Begin to sum the flat `whole` and keep this rank's part in `shard`, which may be that part of `whole`."""
     if group.size == 1:
         if shard.data_ptr() != whole.data_ptr():
             shard.copy_(whole)
@@ -369,7 +366,6 @@ def copy_to_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """Leave a tensor-parallel region: partial results summed forward, identity backward. `group`: that sums them.
-    `in_place`: x may be overwritten, which saves a copy, if it is contiguous and no view: neither the caller nor the
-    operator that made it reads it again."""
+    """Leave a tensor-parallel region: partial results summed forward, identity backward. `in_place`: x may be
+    overwritten, which saves a copy, if it is contiguous, no view, and read by nobody again."""
     return x if group.size == 1 else _Reduce.apply(x, group, in_place)

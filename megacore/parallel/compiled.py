@@ -141,9 +141,8 @@ class _Alias(torch.autograd.Function):
 
 
 def alias(x: Tensor) -> Tensor:
-    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view
-    that an autograd function has made, such as the output of a layer whose backward is split or whose weights are
-    sharded."""
+    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view that
+    an autograd function has made, such as the output of a layer with sharded weights or a split backward."""
     result: Tensor = _Alias.apply(x)
     return result
 

@@ -71,8 +71,7 @@ class SequenceShards:
         return torch.cat([x.narrow(dim, of.start, len(of)) for of in ranges], dim)
 
     def put_together(self, pieces: Tensor, dim: int) -> Tensor:
-        """The whole sequence, in its order, of what each rank holds. `pieces`: [p, ...], by rank. `dim`: of a piece:
-        its dimension of positions."""
+        """The whole sequence, in order. `pieces`: [p, ...], by rank. `dim`: of a piece: its dimension of positions."""
         length, parts = self.whole_length(pieces.shape[1 + dim]), dict[int, Tensor]()
         for rank, piece in enumerate(pieces):
             ranges = self.ranges(length, rank)
@@ -81,8 +80,7 @@ class SequenceShards:
         return torch.cat([parts[start] for start in sorted(parts)], dim)
 
     def take_apart(self, *sequences: Tensor) -> Tensor:
-        """What each rank holds of whole sequences, [p, number of arguments, b, s/p, ...], by one copy. `sequences`: [b,
-        s, ...] of one shape."""
+        """[p, number of arguments, b, s/p, ...], by one copy: what each rank holds of `sequences`, [b, s, ...] each."""
         b, s, *others = sequences[0].shape
         ranks = range(self.group.size)
         parts = [
@@ -193,8 +191,8 @@ def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
 
 
 def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
-    """The sum over the ranks of gradients of keys and of values [b, g, s, d] in fp32, of which this rank keeps its
-    positions: [2, b, g, s/p, d]."""
+    """Gradients of keys and values [b, g, s, d] in fp32, summed over ranks; of this rank's positions, [2, b, g, s/p,
+    d]."""
     pieces = shards.take_apart(*(x.transpose(1, 2) for x in gradients))
     return SumScattered(pieces, shards.group).wait().transpose(2, 3)
 
@@ -316,9 +314,8 @@ def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[
 
 
 def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, slopes: Tensor | None) -> Iterator[_Pair]:
-    """What this rank's queries see of the keys of rank `source`: queries that see none of a chunk are left out, and
-    keys that no query sees. `view`: causal; its documents are not looked at, which on a device the host would have to
-    wait for."""
+    """What this rank's queries see of rank `source`'s keys, without queries or keys that see or are seen by none.
+    `view`: causal; its documents are not looked at, which on a device the host would have to wait for."""
     length, rank = shards.whole_length(local), shards.group.rank
     if slopes is None and view.documents is None and view.reach is None:
         # Only the order counts: the own chunks see each other as one; of an earlier rank all queries see the first
@@ -366,8 +363,7 @@ def _by_heads(
     slopes: Tensor | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """As `context_attention`: whole sequences of 1/p of the heads on each rank. Where there are fewer key heads than
-    ranks, ranks get copies of one."""
+    """As `context_attention`, over whole sequences of 1/p of the heads; where key heads are fewer, ranks get copies."""
     ranks, rank = shards.group.size, shards.group.rank
     slopes = None if slopes is None else slopes.chunk(ranks)[rank]
     if key.shape[1] < ranks:
@@ -435,8 +431,8 @@ class _CopiedKeysAttention(Node):
 
 
 class _Exchange(Node):
-    """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
-    each the other's adjoint."""
+    """This rank's positions of all heads, [b, s/p, p, m, d], for all of its heads, [b, s, m, d], or back: adjoint
+    maps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: SequenceShards, to_heads: bool) -> Tensor:

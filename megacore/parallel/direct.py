@@ -38,8 +38,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[li
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
-    """Begin to fill the flat `whole` with the ranks' shards; `shard` may be this rank's part of it. Returns what to
-    wait for, and what to do then."""
+    """Begin to fill the flat `whole`, of which `shard` may be a part. Returns what to wait for, and what to do then."""
     parts = list(whole.chunk(group.size))
     works = exchange([shard] * group.size, parts, group)
 
@@ -51,9 +50,8 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
 
 
 def start_sum(tensor: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
-    """Begin to sum a few numbers in place over the group: every rank sends its own to every other one, so that a sum
-    takes one step, where gloo's ring takes 2 (n - 1) and wakes a thread in each. Returns what to wait for, and what to
-    do then."""
+    """Begin to sum a few numbers in place. Every rank sends its own to every other one: one step, where gloo's ring
+    takes 2 (n - 1) and wakes a thread in each. Returns what to wait for, and what to do then."""
     mine = tensor.clone()
     terms = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
     works = exchange([mine] * group.size, terms, group)
@@ -99,9 +97,8 @@ def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.W
 
 
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
-    """Sum `tensor` in place over some ranks of a group, without a separate communicator. Terms are added in the order
-    of the members: every one of them gets the same bits. `tensor`: contiguous. `members`: positions in the group,
-    ascending, this rank's among them."""
+    """Sum a contiguous tensor in place over some ranks of a group, without a separate communicator, in the order of
+    `members` (positions in the group, ascending): every one of them gets the same bits."""
     for part in tensor.view(-1).split(_PART):
         _sum_part(part, group, members)
 

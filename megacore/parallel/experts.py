@@ -142,8 +142,8 @@ def occurrences(indices: Tensor, count: int) -> Tensor:
 
 
 def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
-    """The rows of this rank's experts: [t, h] of every rank -> [r, h], by expert, source and token; where sources are
-    computed apart, by source, expert and token."""
+    """[t, h] of every rank -> this rank's rows, [r, h], by expert, source, token; or, apart, by source, expert,
+    token."""
     rows: Tensor = _Replicated.apply(tokens, assignment)
     if group.size == 1:
         return rows
@@ -258,9 +258,8 @@ def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
 
 
 class GroupedProducts(Products):
-    """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights. Where
-    the products are torch's, one operator may compute those of all experts (ops/grouped.py). `products`: computes those
-    of one expert."""
+    """The products of a linear layer of each expert with its rows, as one layer with stacked weights; where `products`
+    are torch's, one operator may compute all (ops/grouped.py)."""
 
     def __init__(self, products: Products, groups: RowGroups) -> None:
         self._products, self._groups = products, groups
@@ -339,6 +338,5 @@ class GroupedLinear(ShardedModule):
         self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
-        """[r, i] -> [r, o], a part of the sum where ranks split input features. `x`: the rows of each expert, one after
-        the other."""
+        """[r, i] -> [r, o], a part of the sum where ranks split input features. `x`: rows by expert."""
         return GroupedProducts(self.products, groups).linear(x, self.weight)

@@ -162,8 +162,7 @@ class Current:
 
 
 def phase(kind: Phase, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[Any]:
-    """The context of a phase. `kind`: not communication, and not a section. `stage`: pipeline stage that is
-    computed."""
+    """The context of a phase, which is neither communication nor a section."""
     if Current.heartbeat is None:
         return UNMARKED
     return _of_phase(kind, stage, microbatch)
@@ -183,8 +182,8 @@ def votes_on_operations() -> tuple[int, int]:
 
 
 def operations_differ(votes: Sequence[int], world_size: int) -> bool:
-    """Whether the ranks have posted different operations. `votes`: `votes_on_operations` summed over all ranks; empty
-    for one process."""
+    """Whether the ranks posted different operations. `votes`: `votes_on_operations` of all, summed; empty on one
+    process."""
     return bool(votes) and votes[0] == world_size and votes[1] % AGREED != 0
 
 

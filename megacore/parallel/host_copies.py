@@ -14,8 +14,7 @@ Content = Literal["parameters", "gradients", "activations"]
 
 
 def to_host_(target: Tensor, source: Tensor, content: Content) -> None:
-    """Begin to copy to host memory, in the current stream. `target`: in host memory, pinned unless the device is a
-    CPU."""
+    """Begin a copy in the current stream. `target`: in host memory, pinned unless the device is a CPU."""
     _copy_(target, source, f"{content} to host")
 
 

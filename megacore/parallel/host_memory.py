@@ -25,8 +25,8 @@ class AvailableMemory:
 
 
 def host_memory(root: Path = Path("/")) -> AvailableMemory | None:
-    """The least of what the machine and each control group of this process have left; None where nothing tells. `root`:
-    the directory that contains /proc and /sys."""
+    """The least that the machine or a control group of this process has left; None: unknown. `root`: has /proc and
+    /sys."""
     limits = [*_machine(root), *_of_groups(root)]
     return min(limits, key=lambda memory: memory.available, default=None)
 

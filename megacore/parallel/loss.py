@@ -187,7 +187,7 @@ class _Pass:
         self.height = height if height < _LONG else -(-height // _ALIGNED) * _ALIGNED  # of a chunk, in tokens
 
     def _parts(self) -> Iterator[_Part]:
-        """All rows of the weight, padding included; or those of each block, without the padding, which differs between
+        """All rows of the weight, padding included; or each block's, without the padding, which differs between
         layouts."""
         blocks, share, weight, bias = self.layer.blocks, self.share, self.weight, self.bias
         if not blocks.divide:
@@ -230,8 +230,7 @@ class _Pass:
         return self.loss_and_sums(self.logits(self.tokens(rows)), rows)[0]
 
     def loss_and_likeliest_of(self, values: Tensor, ids: Tensor, rows: slice) -> Tensor:
-        """The losses of a chunk; this rank's largest logits and their ids are written to the rows of `values` and
-        `ids`."""
+        """The losses of a chunk; its largest logits on this rank, and their ids, are written to `values` and `ids`."""
         logits = self.logits(self.tokens(rows))
         best = values[rows].fill_(-torch.inf), ids[rows].zero_()
         for each, part in zip(logits, self.parts, strict=True):
@@ -258,8 +257,7 @@ def _better(best: tuple[Tensor, Tensor], largest: Any, first: int) -> tuple[Tens
 
 
 class _Gradients:
-    """The gradients of an output layer, to which every chunk adds. `wanted`: whether that of the input is, of the
-    weight, of the bias."""
+    """The gradients of an output layer, to which every chunk adds. `wanted`: of input, weight, bias."""
 
     def __init__(self, run: _Pass, wanted: Sequence[bool]) -> None:
         self.run = run

@@ -136,8 +136,7 @@ class Mesh:
 
     @property
     def file_label(self) -> str:
-        """This rank's coordinates for the names of files with parameters: `pp0-tp3` for the first replica of a slice,
-        `pp0-tp3-dp1` for another one."""
+        """For names of files with parameters: `pp0-tp3` for a slice's first replica, `pp0-tp3-dp1` for another one."""
         coordinates = self.coordinates(self.world.rank)
         model = [d.name for d in self.dimensions if d.divides in ("stages", "matrices")]
         others = [name for name, number in coordinates.items() if name not in model and number]
@@ -437,8 +436,7 @@ def _job_store(timeout: timedelta) -> dist.Store:
 
 @cache
 def _launchers_store(address: str | None, port: int, timeout: timedelta) -> dist.Store:
-    """Connected once, and for as long as the process lives: where a rank serves it, other ranks may already join again
-    while that one still leaves."""
+    """Connected once per process: where a rank serves it, others may join again while that one still leaves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
         return store

@@ -28,8 +28,8 @@ def available_cores() -> int:
 
 
 def computes_on_cpu(device: str) -> bool:
-    """Whether ranks of this machine compute on its CPU, given --device, as far as that is seen before torch is loaded:
-    False where there may be an accelerator."""
+    """Whether ranks compute on this machine's CPU, by --device; False where there may be an accelerator. Needs no
+    torch."""
     return device == "cpu" or not any(map(os.path.exists, _DEVICE_FILES))
 
 

@@ -29,10 +29,9 @@ Parameters = Sequence[Tensor | None]  # weight, bias, weight, bias, ...; a bias 
 
 
 class Products:
-    """How linear layers multiply; a subclass overrides one product or all three. The layers call `linear` where
-    autograd may do the bookkeeping, and the three products themselves where they put communication between them.
-    `linear` calls the same three, each in a separate node, so that a schedule that splits backward computes none of
-    them twice."""
+    """How linear layers multiply; a subclass overrides one product or all three. Layers call `linear` where autograd
+    may do the bookkeeping, and the three where they communicate between them. `linear` calls the same three, each in a
+    separate node, so that a schedule that splits backward computes none twice."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: [..., i] -> [..., o]; autograd does not see it."""
@@ -320,8 +319,7 @@ class LinearLayers:
             self.products.add_input_gradient(dx, grad, weight)
 
     def parameter_gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of weight, bias, weight, bias, ... from the input and those of the outputs; None for those of
-        weights with a sum, to which they are added."""
+        """Those of weight, bias, weight, bias, ...; None for weights with a sum, to which theirs are added."""
         inputs = x.flatten(0, -2)
         if self.frozen:
             return [None] * len(self.parameters)

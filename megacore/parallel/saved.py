@@ -223,8 +223,7 @@ class Offload:
         self._last: tuple[int, _Block] | None = None  # with its microbatch
 
     def begin(self, *, first: bool) -> _Block:
-        """A block begins its forward: the memory of the one before the last is freed. `first`: whether it is the first
-        of its stage."""
+        """A block begins its forward: the memory of the one before the last is freed. `first`: of its stage."""
         for block in self._here[:-1]:
             block.leave()
         follows = self._last is not None and not first and self._last[0] == self._streams.microbatch

@@ -80,8 +80,7 @@ class _WholeScatter:
 
 
 class SampleGathers:
-    """An all-gather for each sample: pieces arrive in order, without copies, and a product of one sample runs while the
-    next is gathered."""
+    """An all-gather for each sample: a product of one sample runs while the next is gathered, without copies."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape

@@ -20,8 +20,7 @@ Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The part of a global tensor that one rank holds. The local tensor may be larger: padding follows the slice at the
-    end of any dimension."""
+    """The part of a global tensor that one rank holds. Padding may follow it in the local tensor, in any dimension."""
 
     # Global name, the same on every layout (`blocks.17.attention.qkv.weight`); empty until the stage is assembled.
     name: str = ""
@@ -67,8 +66,8 @@ class GradientSum(Protocol):
     """The sum of a weight's gradients over a step, to which a product or a look-up may add its result directly."""
 
     def buffer(self) -> tuple[Tensor, bool]:
-        """The sum, of the weight's shape, and whether it holds terms already. Otherwise it holds anything. It is in
-        fp32 for products; for rows in the dtype of sums."""
+        """The sum, of the weight's shape: fp32 for products, for rows in the dtype of sums; and whether it holds terms
+        already."""
 
     def added(self) -> None:
         """The gradient of this backward is in the buffer."""
@@ -187,8 +186,7 @@ def split_evenly(size: int, rank: int, parts: int) -> tuple[int, int]:
 
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
-    """The module's parameters, each once, in the order in which the layers use them. Raises TypeError where a parameter
-    was made without a ShardSpec."""
+    """The module's parameters, each once, in the order of use. Raises TypeError for one without a ShardSpec."""
     parameters = []
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, ShardedParameter):

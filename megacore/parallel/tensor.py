@@ -199,9 +199,8 @@ def column_parallel(
 
 
 def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """What several column-parallel layers give for one input, whose communication is done once for all of them. `x`:
-    [b, s, i] (or [b, s/t, i]). `layers`: on one group, alike but for their output features. Returns [b, s, o/t] of
-    each."""
+    """What several column-parallel layers, alike but for their output features, give for one input, [b, s, o/t] each;
+    it is communicated once. `x`: [b, s, i] (or [b, s/t, i])."""
     return layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
 
 

@@ -83,8 +83,8 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What every rank of a pipeline does, in order. Stage s is on rank s mod p: with v stages per rank a microbatch
-    passes v times through the ranks."""
+    """What every rank does, in order. Stage s is on rank s mod p: with v stages per rank a microbatch passes v
+    times."""
 
     name: str
     ranks: int  # number of pipeline ranks p
@@ -174,8 +174,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """1F1B: rank r runs p - r - 1 forwards ahead, then a forward and a backward in turn, then the backwards left. At
-    most p - r microbatches are in flight."""
+    """1F1B: rank r runs p - r - 1 forwards ahead, then forward and backward in turn. At most p - r microbatches are in
+    flight."""
     ahead = min(ranks - rank - 1, microbatches)
     actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
     for i in range(ahead, microbatches):

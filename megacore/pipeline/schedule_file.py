@@ -19,8 +19,7 @@ _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 
 
 def load_schedule(path: Path) -> Schedule:
-    """Read and prove a schedule. Raises ScheduleError where the file cannot be read, a cell is no computation, or the
-    schedule cannot be run."""
+    """Read and prove a schedule. Raises ScheduleError where that fails, or a cell is no computation."""
     example = "write one row per rank, such as 0F0,0F1,0B0,0B1"
     try:
         if problem := unreadable(path):

@@ -134,8 +134,7 @@ class Simulator:
     @classmethod
     def of_computations(cls, order: Sequence[Sequence[Action]], stages: int) -> Self:
         """Of ranks that send every result at once, as `with_transfers` makes them do: the same times in less time.
-        `order`: the computations of each rank, in order. Raises ScheduleError where the computations wait for each
-        other."""
+        Raises ScheduleError where the computations wait for each other."""
         ranks, steps = len(order), list[_Step]()
         number: dict[Key, int] = {}  # of the step that makes it, from 1
         for rank, action, needed in possible_order(order, stages):

@@ -91,9 +91,8 @@ class Stage(nn.Module):
             yield layer
 
     def forward(self, x: Any, last_inputs: Callable[[], tuple[Tensor, ...]] = tuple) -> Any:
-        """The output of the last layer for the input of the first. `x`: a tensor or a tuple of tensors, as is what
-        comes out. `last_inputs`: gives what follows the last layer's input from the layer before it, and is called
-        before it."""
+        """The output of the last layer for the input of the first: each a tensor or a tuple of tensors. `last_inputs`:
+        what the last layer gets beside its input; called before it."""
         self.first_outputs = ()
         for index in range(len(self.layers)):
             if index == len(self.layers) - 1 and (more := last_inputs()):
@@ -125,8 +124,7 @@ class Stage(nn.Module):
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
-    """The tensors that pass between layers, as a tuple. Raises TypeError where it is neither a tensor nor a tuple of
-    tensors."""
+    """The tensors that pass between layers, as a tuple. Raises TypeError for anything but tensors."""
     tensors = (value,) if isinstance(value, Tensor) else value
     if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")

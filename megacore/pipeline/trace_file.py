@@ -39,8 +39,7 @@ _SHORTEST_IDLE = 1.0  # microseconds
 
 
 class TracedTransfer(NamedTuple):
-    """A collective that a rank posted or waited for, or a copy from or to host memory, with its time on the wall clock,
-    in seconds."""
+    """A collective, posted or waited for, or a copy from or to host memory; times are seconds on the wall clock."""
 
     name: str  # `all-reduce over dp`, `gradients to host`
     nbytes: int  # its size on this rank
@@ -50,8 +49,7 @@ class TracedTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A rank's pass over the schedule in one step, its collectives and copies, and when the weights were updated, if
-    known."""
+    """A rank's pass over the schedule, its collectives and copies, and when the weights were updated, if known."""
 
     step: int
     start: float
@@ -257,8 +255,8 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _rows(spans: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
-    """What each rank did, in order, from the first computation of all on. Raises ScheduleError where ranks are missing
-    or there twice, or one does two things at once."""
+    """What each rank did, in order. Raises ScheduleError where ranks are missing, twice there, or do two things at
+    once."""
     if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(f"its processes are the pipeline ranks {', '.join(map(str, ranks))}")
     first = min(span.start for _, span in spans)

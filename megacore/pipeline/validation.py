@@ -26,9 +26,8 @@ _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 
 
 def prove(schedule: Schedule, *, trains: bool = True) -> None:
-    """Refuse a schedule that cannot be run, or that would not compute what it should. `trains`: whether it is to train,
-    with every forward's backward, or to evaluate, without any. Raises ScheduleError with what is wrong, by rank and
-    action."""
+    """Refuse a schedule that cannot be run, or would not compute what it should. `trains`: with every forward's
+    backward; otherwise without any. Raises ScheduleError with what is wrong, by rank and action."""
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if not 0 <= action.microbatch < schedule.microbatches or not 0 <= action.stage < schedule.stages:

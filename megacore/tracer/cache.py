@@ -52,8 +52,7 @@ _FREE: Mapping[str, frozenset[str]] = {
 def profiles_of(
     config: ResolvedConfig, ranks: Sequence[int], *, on_cpu: bool, shares_work: bool = True
 ) -> list[StepProfile]:
-    """The profile of each of these ranks of a pipeline, of the first in its stage. `on_cpu`: whether the ranks compute
-    in host memory."""
+    """The profile of each of these ranks, of the first in its stage. `on_cpu`: ranks compute in host memory."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("tracing memory needs torch: install it, or use --estimate")
     paths = [_path(config, rank, on_cpu=on_cpu) for rank in ranks]
@@ -165,8 +164,7 @@ def _write(path: Path | None, profile: StepProfile) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove profiles that are a month old, which those of later sources replace, and files that a process which was
-    killed has not written to the end."""
+    """Remove profiles that are a month old, and files that a killed process has not finished."""
     for path in folder.iterdir():
         age = time.time() - path.stat().st_mtime
         if age > (_WRITING_SECONDS if path.suffix != ".json" else _KEPT_SECONDS):

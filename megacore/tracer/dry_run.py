@@ -164,8 +164,7 @@ def microbatch_counts(config: ResolvedConfig, rank: int) -> list[int]:
 
 
 def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
-    """Build one rank of the job and take its steps. `config`: resolved, with the defaults of its device. `on_cpu`:
-    whether the job computes on CPUs."""
+    """Build one rank of the job and take its steps. `config`: resolved, with the defaults of its device."""
     counts = microbatch_counts(config, rank)
     training = config.training
     samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)

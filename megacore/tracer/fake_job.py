@@ -59,8 +59,7 @@ def fake_job(
 
 @cache
 def absent_accelerator() -> torch.device:
-    """A device that stands for any accelerator: only fake tensors can be on it, and those of the host do not mix with
-    them. torch knows it until the process ends."""
+    """A device for any accelerator: only fake tensors can be on it. torch knows it until the process ends."""
     name = "gpu"
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=_AbsentModule())
     return torch.device(name, 0)
@@ -160,8 +159,7 @@ def _host_generator(device: torch.device | None = None) -> torch.Generator:
 
 
 def _with_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention on a CPU, which with dropout has no fused operator: torch takes steps that keep the weights, and takes
-    them on no fake tensors."""
+    """Attention on a CPU with dropout: torch has no fused operator, and takes its steps on no fake tensors."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         if not settings.get("dropout_p"):
@@ -205,8 +203,7 @@ def _balanced(
     sends_all: bool = True,
     apart: bool = False,
 ) -> Assignment:
-    """`experts.assign` where no token's experts are known: all have equally many rows, to one, and nothing is left
-    out."""
+    """`experts.assign` with unknown experts: all have equally many rows, to one, and nothing is left out."""
     rows, held = indices.numel(), experts // group.size
     each = [rows * (number + 1) // experts - rows * number // experts for number in range(experts)]
     pairs = partial(

@@ -76,8 +76,7 @@ def _fused_attention(arguments: Arguments, *, backward: bool) -> Cost:
 
 
 def _block_attention(arguments: Arguments, *, backward: bool) -> Cost:
-    """Attention in blocks, which leaves out what causality and the window hide. Documents have no values on fake
-    tensors; they count as one document."""
+    """Attention in blocks, without what causality and the window hide. On fake tensors all is one document."""
     view = Visibility(causal=arguments["causal"], window=arguments["window"])
     return _attention(arguments, view, offset=arguments["offset"], backward=backward)
 

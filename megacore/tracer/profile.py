@@ -87,8 +87,7 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
 
 
 def try_profile(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfile | str:
-    """`profile_of`, or why a rank cannot take a step on fake tensors: not every error can be sent to another
-    process."""
+    """`profile_of`, or why a rank cannot take a step: not every error can be sent to another process."""
     try:
         return profile_of(config, rank, on_cpu=on_cpu)
     except Exception as error:

@@ -83,8 +83,7 @@ def successions(config: ResolvedConfig, rank: int, microbatches: int) -> frozens
 
 def left_by(config: ResolvedConfig, order: Sequence[Action]) -> list[str]:
     """For each computation of a rank, those before it that may have left memory which this one frees: the last two
-    blocks whose activations are offloaded stay on the device until the next block comes
-    (megacore/parallel/saved.py)."""
+    offloaded blocks stay on the device until the next comes (megacore/parallel/saved.py)."""
     if not config.training.offload_activations:
         return [""] * len(order)
 
@@ -109,8 +108,7 @@ def unlike_ends(config: ResolvedConfig) -> int:
 
 
 def alike(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> tuple[list[int], list[int]]:
-    """The layers of a stage that are built for a profile. Returns their numbers in the stage, and for each layer of the
-    stage which of them, counted from 0, it is like."""
+    """Which layers of a stage are built for a profile; and for each layer which of those, from 0, it is like."""
     if config.optimizer_settings.takes_some_whole or _share_buckets(config, layers):  # these repeat with no layer
         return list(range(len(layers))), list(range(len(layers)))
     kinds: list[Hashable] = [

@@ -66,8 +66,7 @@ def record_step(config: ResolvedConfig) -> StepEvents:
 
 @contextmanager
 def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
-    """Rank 0's model and optimizer on fake tensors, with the operators and defaults of a GPU; inside, all new tensors
-    are fake."""
+    """Rank 0's model and optimizer on fake tensors, with a GPU's operators and defaults; new tensors are fake too."""
     config = config.for_device(on_cpu=False)
     with fake_job(config.parallel, kernels="torch" if config.training.kernels == "torch" else "triton") as mesh:
         yield TrainStep(GPTTask(config, mesh, weights=NoWeights()), config, mesh)

@@ -33,8 +33,8 @@ _NO_PAIR = -1
 
 
 class BertTask(TransformerTask):
-    """Predict masked tokens and, with a sentence task, how two segments belong together. `weights`: where initial
-    values come from; None: drawn from the run's seed."""
+    """Predict masked tokens and, with a sentence task, how segments belong together. `weights`: None: from the run's
+    seed."""
 
     batch_type = BertBatch
     config: ResolvedBertConfig
@@ -89,8 +89,7 @@ class BertTask(TransformerTask):
         return torch.stack(counts)
 
     def evaluation_loss(self, output: Output, microbatch: BertBatch) -> Tensor:
-        """The sums without label smoothing and z-loss, then how often the likeliest answer was right: fp32 [2] or
-        [4]."""
+        """Sums without label smoothing and z-loss, and how often the likeliest answer was right: fp32 [2] or [4]."""
         tokens, *pairs = _parts(output)
         if self.head_has_loss:
             likeliest, *pairs = pairs

@@ -111,8 +111,8 @@ class EngineSettings:
         return cls(**given)
 
     def resolved(self, layers: Sequence[Layer]) -> ResolvedConfig:
-        """The configuration of the run; its model and data sections mean nothing here. Raises ConfigError with
-        everything that is wrong with it."""
+        """The run's configuration; its model and data sections mean nothing. Raises ConfigError with everything that is
+        wrong."""
         # The time of plain layers is not known: nothing can be chosen by it.
         balance = "parameters" if self.parallel.pipeline_balance == "time" else self.parallel.pipeline_balance
         parallel = dataclasses.replace(self.parallel, pipeline_balance=balance, schedule=self.parallel.schedule_name)

@@ -131,7 +131,7 @@ def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
 
 
 def _arrives(number: int, frame: FrameType | None) -> None:
-    """Nothing: the number is in the pipe. A handler that training installs (stopping.py) takes the signal over."""
+    """Does nothing: the number is in the pipe. A handler that training installs (stopping.py) takes over."""
 
 
 def _open(pid: int) -> int | None:

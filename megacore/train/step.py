@@ -256,7 +256,7 @@ class TrainStep:
             )
 
     def doubt(self) -> str | None:
-        """Why the weights may be of no use, in words, for `--load auto` to pass over them; None: sound. For all ranks
+        """Why the weights may be of no use, for `--load auto` to pass over them; None: sound. All ranks call this
         together."""
         if self.update.doubts_weights:
             return f"the last {counted(self.update.skipped_in_a_row, 'step')} did not change the weights"

@@ -126,7 +126,7 @@ class CompressedSum:
         return [held for held in (self.worker_error, self.server_error, self._mask) if held is not None]
 
     def restrict(self, counted: Tensor) -> None:
-        """From now on the others are 0 everywhere. `counted`: bool [size], the same on every rank."""
+        """From now on only `counted` elements are summed: bool [size], the same on every rank; the others are 0."""
         self._mask = torch.zeros_like(self.worker_error, dtype=torch.bool)
         self._mask.view(-1)[: self._size] = counted
         self.worker_error.mul_(self._mask)
