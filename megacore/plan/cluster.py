@@ -111,12 +111,13 @@ def _built_in() -> dict[str, Cluster]:
     """Those of clusters.toml."""
     found: dict[str, Cluster] = {}
     for name, table in tables_of("clusters.toml").items():
-        fields = {key: table[key] for key in ("price_per_hour", "on_cpu", "source", "peaks") if key in table}
-        device = Device(name=name, **{key: _figure(value) for key, value in table.items() if key not in fields})
-        peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
-        # The chip is that of all sizes of memory.
-        of_gpu: dict[str, Any] = {} if fields.get("on_cpu") else {"peaks": peaks, "chip": name.partition("-")[0]}
-        found[name] = Cluster(device=device, **{**fields, **of_gpu})
+        given = ("price_per_hour", "on_cpu", "source", "peaks")
+        fields: dict[str, Any] = {key: table[key] for key in given if key in table}
+        device = Device(name=name, **{key: _figure(value) for key, value in table.items() if key not in given})
+        if not fields.get("on_cpu"):
+            fields["peaks"] = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
+            fields["chip"] = name.partition("-")[0]  # of all sizes of memory
+        found[name] = Cluster(device=device, **fields)
     return found
 
 
