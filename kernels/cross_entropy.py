@@ -144,14 +144,9 @@ def statistics(
 
 
 def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: tuple[float, float]) -> Tensor:
-    """The statistics of all columns, from those of some. Returns [3, tokens] fp32.
-
-    Args:
-        parts: [parts, 3, tokens] fp32 contiguous, as `statistics` gives them.
-        targets: [tokens] int64.
-        bounds: start and stop of each part's ids, one after the other.
-        weights: as in `statistics`.
-    """
+    """The statistics of all columns, [3, tokens] fp32, from `parts`, [parts, 3, tokens] fp32 contiguous, as
+    `statistics` gives them. `targets`: [tokens] int64. `bounds`: start and stop of each part's ids. `weights`: as in
+    `statistics`."""
     assert parts.is_contiguous() and targets.is_contiguous()
     tokens = targets.shape[0]
     found = torch.empty((3, tokens), dtype=torch.float32, device=parts.device)

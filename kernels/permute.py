@@ -73,14 +73,9 @@ def gather(tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor | None, chosen: int) -> Tensor:
-    """The sum of each token's rows, or their weighted sum, in fp32 and in the order of its pairs. Returns [t, h].
-
-    Args:
-        rows: [r, h] contiguous.
-        positions: [t k] int64: the row of each pair; r where it has none.
-        weights: [t, k] fp32 contiguous; None: all are 1.
-        chosen: k.
-    """
+    """[r, h] -> [t, h]: the sum of each token's `chosen` rows, or their weighted sum, in fp32 and in the order of its
+    pairs. `positions`: [t k] int64: the row of each pair; r where it has none. `weights`: [t, k] fp32; None: all are 1.
+    All are contiguous."""
     assert rows.is_contiguous() and positions.is_contiguous()
     width = rows.shape[1]
     y = rows.new_empty(len(positions) // chosen, width)

@@ -42,14 +42,8 @@ def _rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
-    """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle. Returns like x.
-
-    Args:
-        x: [b, s, heads, d] contiguous.
-        cos: [s, r/2] contiguous.
-        sin: [s, r/2] contiguous.
-        backwards: turn the other way, which is the gradient.
-    """
+    """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle. `x`: [b, s, heads, d]; `cos`,
+    `sin`: [s, r/2]; all contiguous. `backwards`: turn the other way, which is the gradient. Returns like x."""
     batch, positions, heads, size = x.shape
     half = cos.shape[1]
     y = torch.empty_like(x)
@@ -149,15 +143,9 @@ def _join(
 
 
 def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned as by `rotate`, and values, out of one tensor. Returns queries [b, s, groups * q, d],
-    keys and values [b, s, groups, d], contiguous.
-
-    Args:
-        packed: [b, s, groups * (q + 2), d] contiguous: of each group its q queries, its key, its value.
-        cos: [s, r/2] contiguous.
-        sin: [s, r/2] contiguous.
-        groups: the number of keys, which is that of the values.
-    """
+    """Queries and keys turned as by `rotate`, and values, out of one tensor. `packed`: [b, s, groups * (q + 2), d]
+    contiguous: of each group its q queries, its key, its value. `cos`, `sin`: [s, r/2] contiguous. Returns queries [b,
+    s, groups * q, d], keys and values [b, s, groups, d], contiguous."""
     batch, positions, heads, size = packed.shape
     query = packed.new_empty((batch, positions, heads - 2 * groups, size))
     key = packed.new_empty((batch, positions, groups, size))

@@ -165,14 +165,8 @@ def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int |
 
 
 def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    """The scores' gradient. Returns like y; 0 where a key is not seen.
-
-    Args:
-        dy: like y, contiguous.
-        y: [b, heads, sq, sk], what `forward` returned.
-        scale: as in forward, and so are the others.
-        causal: lets the kernel skip what is 0.
-    """
+    """The scores' gradient, like y; 0 where a key is not seen. `y`: [b, heads, sq, sk], what `forward` returned. `dy`:
+    like y, contiguous. `causal`: lets the kernel skip what is 0. The others are as in `forward`."""
     _, _, sq, sk = y.shape
     dx = torch.empty_like(y)
     if y.numel():

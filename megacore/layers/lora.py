@@ -34,14 +34,8 @@ IN, OUT = "lora_a", "lora_b"
 
 
 class StackedColumns(ColumnParallelLinear):
-    """B of several projections, whose rows are those of one column-parallel layer.
-
-    Args:
-        rank: r.
-        out_features: o.
-        reads: [o/t, p], of this rank's rows which projection each belongs to: 1 there and 0 elsewhere.
-        parallel: arguments of `ColumnParallelLinear`.
-    """
+    """B of several projections, whose rows are those of one column-parallel layer. `reads`: [o/t, p], of this rank's
+    rows which projection each belongs to: 1 there and 0 elsewhere. `parallel`: arguments of `ColumnParallelLinear`."""
 
     def __init__(self, rank: int, out_features: int, reads: Tensor, **parallel: Any) -> None:
         super().__init__(rank, out_features, bias=False, **parallel)

@@ -110,14 +110,8 @@ class Partial:
 
 
 def attend_tile(query: Tensor, key: Tensor, value: Tensor, queries: range, keys: range, scene: Scene) -> Partial:
-    """Attention of a block of queries over a block of keys, in fp32.
-
-    Args:
-        query: [b, n, q, d].
-        key: [b, g, k, d].
-        value: [b, g, k, d].
-        queries: positions of the queries in the sequence.
-    """
+    """Attention of query [b, n, q, d] over key and value [b, g, k, d] of a tile, in fp32. `queries`, `keys`: their
+    positions in the sequence."""
     scores = _biased_(_products(query, key, scene), queries, keys, scene)
     highest = scores.amax(-1).clamp_min_(torch.finfo(scores.dtype).min)
     weights = scores.sub_(highest[..., None]).exp_()
@@ -131,14 +125,9 @@ def attend_tile_backward(
     d_out: Tensor, delta: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
     queries: range, keys: range, scene: Scene,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values of one tile, in fp32.
-
-    Args:
-        d_out: [b, n, q, d]: gradient of the result over all keys.
-        delta: [b, n, q] fp32: sum of d_out times the result over all keys.
-        logarithm: [b, n, q] fp32: of the sums over all keys.
-        operands: as for `attend_tile`.
-    """
+    """The gradients of queries, keys and values of one tile, in fp32. `d_out`: [b, n, q, d]; `delta`: [b, n, q] fp32,
+    the sum of d_out times the result; `logarithm`: [b, n, q] fp32, of the sums: all three of the result over all keys.
+    `operands`: as for `attend_tile`."""
     query, key, value = operands
     scores = _products(query, key, scene)
     slope = None if scene.soft_cap is None else soft_cap_slope(scores, scene.soft_cap)
@@ -414,14 +403,14 @@ def attend_backward(
     d_out: Tensor, out: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
     *, view: Visibility, slopes: Tensor | None = None, soft_cap: float | None = None, offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values in fp32, to which more keys and more queries add.
+    """The gradients of queries, keys and values in fp32, to which more keys and more queries add. What is not named
+    here is as for `attend`.
 
     Args:
         d_out: [b, n, q, d], gradient of the result over all keys.
         out: [b, n, q, d], the result over all keys, of which `operands` may have a part.
         logarithm: [b, n, q] fp32, of the sums over all keys.
-        operands: queries, keys and values, as for `attend`.
-        view: as for `attend`, as all that follow.
+        operands: queries, keys and values.
     """
     scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
     tensors = d_out, *operands, out, logarithm

@@ -62,15 +62,9 @@ def attend_causally(operands: Operands, offset: int) -> tuple[Tensor, Tensor]:
 def attend_causally_backward(
     d_out: Tensor, operands: Operands, out: Tensor, logarithm: Tensor, offset: int
 ) -> Operands:
-    """The gradients of queries, keys and values in fp32, laid out as [b, s, heads, d].
-
-    Args:
-        d_out: [b, n, q, d], gradient of the result over all keys.
-        operands: as for `attend_causally`; keys and values may be a part of all.
-        out: [b, n, q, d], the result over all keys.
-        logarithm: [b, n, q] fp32, of the sums over all keys.
-        offset: as for `attend_causally`.
-    """
+    """The gradients of queries, keys and values in fp32, laid out as [b, s, heads, d]. `d_out`, `out`: [b, n, q, d], of
+    the result over all keys, of which `operands` may have a part; `logarithm`: [b, n, q] fp32, of its sums. The others
+    are as for `attend_causally`."""
     d_out, query, key, value, out = (x.float() for x in (d_out, *operands, out))
     before, seen = _cuts(query, key, offset)
     found = []

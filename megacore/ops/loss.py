@@ -324,14 +324,8 @@ def statistics(
 def merged(
     parts: Tensor, targets: Tensor, *, bounds: Sequence[tuple[int, int]], vocab_size: int, options: CrossEntropyOptions
 ) -> Tensor:
-    """The `statistics` of all columns, from those of some. Returns [3, tokens] fp32.
-
-    Args:
-        parts: [parts, 3, tokens] fp32.
-        targets: [tokens] int64.
-        bounds: [start, stop) of every part's ids.
-        vocab_size: of the whole vocabulary.
-    """
+    """The `statistics` of all columns, [3, tokens] fp32, from those of some: `parts`, [parts, 3, tokens] fp32.
+    `targets`: [tokens] int64. `bounds`: [start, stop) of every part's ids. `vocab_size`: of the whole vocabulary."""
     if len(bounds) == 1:
         return parts[0]
     ends = [end for bound in bounds for end in bound]
@@ -357,14 +351,8 @@ def losses(
 
 
 class GradientOfLogits:
-    """Turns logits into their gradient, a few columns at a time or all at once.
-
-    Args:
-        grad_loss: [...] the gradient of each token's loss.
-        sums: from `losses`.
-        share: as for `losses`.
-        options: as for `losses`.
-    """
+    """Turns logits into their gradient, a few columns at a time or all at once. `grad_loss`: [...], of each token's
+    loss. `sums`: from `losses`, as whose arguments the others are."""
 
     def __init__(
         self, grad_loss: Tensor, sums: SoftmaxSums, *, share: VocabularyShare, options: CrossEntropyOptions

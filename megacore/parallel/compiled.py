@@ -106,16 +106,9 @@ def _runs_as_it_is(module: nn.Module) -> bool:
 def compile_function(
     function: Function, *, backend: Backend = "inductor", fixed_shapes: bool = True, split_backward: bool = False
 ) -> Function:
-    """A function of tensors that runs as compiled code, from its first call on.
-
-    torch's settings for it hold during its calls only: other compiled functions of the process keep theirs.
-
-    Args:
-        function: has no linear layers, if `split_backward`.
-        backend: as for `compile_layer`.
-        fixed_shapes: as for `compile_layer`.
-        split_backward: as for `compile_layer`.
-    """
+    """A function of tensors that runs as compiled code, from its first call on. torch's settings for it hold during its
+    calls only: other compiled functions of the process keep theirs. `function`: has no linear layers, if
+    `split_backward`. The settings are those of `compile_layer`."""
     # Random operators of plain layers stay those of torch: they draw the same masks as without compiling.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     dynamic = False if fixed_shapes else None

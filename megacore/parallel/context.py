@@ -267,14 +267,8 @@ class _RingAttention(Node):
 
 
 def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
-    """Add terms at some positions of sums in fp32, in place. Returns the sums.
-
-    Args:
-        totals: [b, heads, s/p, d] each; none: the sums begin here.
-        where: the positions of the terms.
-        terms: one for each sum, which may become the sum.
-        like: of the shape of a sum.
-    """
+    """Add terms at some positions of sums in fp32, [b, heads, s/p, d] each, in place, and return the sums. `totals`:
+    none: the sums begin here. `terms`: one for each sum, which may become the sum. `like`: of the shape of a sum."""
     if not totals and terms[0].shape == like.shape:
         return terms
     totals = totals or [_zeros_like(like) for _ in terms]

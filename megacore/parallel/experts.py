@@ -152,14 +152,8 @@ def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group) -> Tensor:
-    """Each token's weighted sum of what its experts gave, in fp32 and ascending order of experts. Returns [t, h].
-
-    Args:
-        rows: [r, h], in the order of `dispatch`.
-        weights: [t, k] fp32.
-        assignment: of the tokens.
-        group: as for `dispatch`.
-    """
+    """Each token's weighted sum of what its experts gave, [t, h], in fp32 and ascending order of experts. `rows`: [r,
+    h], in the order of `dispatch`. `weights`: [t, k] fp32."""
     if group.size > 1:
         if assignment.grouped is not None:
             rows = _permuted(rows, assignment.arrival, assignment.grouped)

@@ -142,15 +142,11 @@ def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
 
 def add_rows(total: Tensor, tokens: Tensor, grad: Tensor, *, has_terms: bool) -> None:
     """Add the gradients of rows that were read to the sum of a table's, bitwise as the table's dense gradient would be.
+    Those of one row are added up first, in the order of the tokens. No size depends on how many different tokens there
+    are, so that the host does not wait for the device.
 
-    The gradients of one row are added up first, in the order of the tokens. No size depends on how many different
-    tokens there are, so that the host does not wait for the device.
-
-    Args:
-        total: the sum, [V, h].
-        tokens: the rows that were read, [...].
-        grad: of what was read, [..., h].
-        has_terms: whether the sum holds terms already; otherwise it holds anything.
+    `total`: [V, h]. `tokens`: [...], the rows. `grad`: [..., h]. `has_terms`: whether the sum holds terms already;
+    otherwise it holds anything.
     """
     if not has_terms:
         total.zero_()

@@ -239,14 +239,8 @@ def rank_order(name: str, rank: int, ranks: int, microbatches: int, *, virtual_s
 
 
 def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """A schedule by name, transfers included.
-
-    Args:
-        name: one of `SCHEDULES`, or `forward-only`.
-        ranks: number of pipeline ranks p.
-        microbatches: number of microbatches m, at least 1.
-        virtual_stages: stages per rank, v; more than 1 only with `interleaved` and `forward-only`.
-    """
+    """A schedule by name, transfers included. `name`: one of `SCHEDULES`, or `forward-only`. `microbatches`: at least
+    1. `virtual_stages`: per rank; more than 1 only with `interleaved` and `forward-only`."""
     order = computations(name, ranks, microbatches, virtual_stages)
     return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)
 

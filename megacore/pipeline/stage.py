@@ -48,11 +48,9 @@ class Stage(nn.Module):
     A tied parameter that is first used on this stage is one parameter. If it is first used on another stage, this stage
     holds a copy under the same global name: the copies start equal, and stay equal because their gradients are summed.
 
-    Args:
-        layers: the layers to build, in order.
-        earlier: parameters of earlier stages on this rank, by global name, with which layers may be tied.
-        number: number of this stage among those of its rank.
-        build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
+    `earlier`: parameters of earlier stages on this rank, by global name, with which layers may be tied. `number`: of
+    this stage among those of its rank. `build`: build all layers at once; otherwise `build_layers` builds them one by
+    one.
     """
 
     def __init__(

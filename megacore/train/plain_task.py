@@ -34,14 +34,8 @@ class PlainMicrobatch:
 
 
 class PlainTask(Task):
-    """Any model and any loss.
-
-    Args:
-        layers: the whole model, described.
-        streams: where the layers' dropout masks come from.
-        is_mean: whether it returns the mean of what is counted, and not the sum.
-        dtype: of parameters and activations: inputs are converted to it, and outputs to fp32 before the loss.
-    """
+    """Any model and any loss. `is_mean`: whether the loss is the mean of what is counted, and not the sum. `dtype`: of
+    parameters and activations: inputs are converted to it, and outputs to fp32 before the loss."""
 
     def __init__(
         self,

@@ -59,14 +59,8 @@ class Planner:
     def schedules_by_time(
         self, config: ResolvedConfig, layers: Sequence[ModelLayer], *, on_cpu: bool, device_name: str = ""
     ) -> list[ScheduleChoice]:
-        """The schedules that are predicted to be faster than 1F1B, the fastest first, and last 1F1B.
-
-        Args:
-            config: a resolved configuration with several pipeline ranks.
-            layers: the whole model.
-            on_cpu: whether the ranks compute on a CPU.
-            device_name: of the accelerator, as its driver says.
-        """
+        """The schedules that are predicted to be faster than 1F1B, the fastest first, and last 1F1B. `on_cpu`: whether
+        the ranks compute on a CPU. `device_name`: of the accelerator, as its driver says."""
         return [ONE_FORWARD_ONE_BACKWARD]
 
 

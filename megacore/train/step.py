@@ -311,14 +311,8 @@ class TrainStep:
         series: Mapping[str, list[float]] = MappingProxyType({}),
         buffers: Mapping[str, Tensor] | None = None,
     ) -> TrainingState:
-        """This rank's view of the run, for a checkpoint.
-
-        Args:
-            consumed_samples: the position in the data.
-            in_doubt: whether there is a `doubt`.
-            series: further lists of numbers to keep.
-            buffers: tensors by global name that are neither weights nor optimizer state.
-        """
+        """This rank's view of the run, for a checkpoint. `consumed_samples`: the position in the data. `in_doubt`:
+        whether there is a `doubt`. `buffers`: tensors by global name that are neither weights nor optimizer state."""
         return TrainingState(
             step=self.step,
             consumed_samples=consumed_samples,

@@ -46,14 +46,8 @@ def grown(bucket_bytes: int, ranks: int) -> int:
 
 
 def pack(sizes: Sequence[int], shards: int, *, taken: int = 0, unit: int = 1) -> Packing:
-    """Matrices in shards such that the shards are small.
-
-    Args:
-        sizes: elements of each matrix, multiples of `unit`.
-        shards: number of shards, which lie one after the other.
-        taken: elements at the beginning that others have, a multiple of `unit`.
-        unit: of which the shard size is a multiple.
-    """
+    """Matrices in shards, one after the other, such that the shards are small. `sizes`: elements of each matrix,
+    multiples of `unit`, as a shard's size is. `taken`: elements at the beginning that others have, likewise."""
     step = math.gcd(*sizes) if sizes and not taken else unit
     total = taken + sum(sizes)
     low = _round_up(max(least_shard(_counts(sizes), shards), -(-total // shards)), step)
