@@ -31,7 +31,7 @@ _NO_STATE = in_hex(0)
 
 
 class History:
-    """A ledger whose chain holds, and whose lines follow from each other. Raises BrokenLedger where the first line that
+    """A ledger whose chain holds, and whose lines follow from each other. Raises BrokenLedger at the first line that
     was changed, or does not follow; UserError where the file cannot be read, or has no line."""
 
     def __init__(self, path: Path) -> None:

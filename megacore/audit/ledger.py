@@ -61,7 +61,7 @@ def sealed(record: Mapping[str, Any], previous: str) -> tuple[bytes, str]:
 
 def lines_of(path: Path) -> Iterator[Line]:
     """The lines of a ledger, as far as the chain holds; a last line without an end, of a run that was killed, is left
-    out. Raises BrokenLedger where it holds no further; UserError where the file cannot be read."""
+    out. Raises BrokenLedger where the chain breaks; UserError where the file cannot be read."""
     previous = _FIRST
     try:
         file = open_regular(path)
@@ -85,8 +85,8 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 class Ledger:
-    """A ledger to which a run appends. `path`: of the file; one that is there is continued. Raises UserError with what
-    is there is no whole ledger; StorageError where it cannot be written."""
+    """A ledger to which a run appends. `path`: of the file; one that is there is continued. Raises UserError where it
+    is no whole ledger; StorageError where it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -158,7 +158,6 @@ class Rotary:
 
     @property
     def made(self) -> tuple[Tensor, ...]:
-        """The tables that exist."""
         return (*self._tables, *self._here)
 
     def frequencies(self, length: int) -> Tensor:

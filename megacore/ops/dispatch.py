@@ -172,8 +172,8 @@ class Operator:
         self, backward: Callable[..., Any], *, setup_context: Callable[..., None], results: int | None = None
     ) -> None:
         """The gradient, as for `torch.library.custom_op`. `backward`: from the context and the gradients of the
-        results. `results`: how many of the results the autograd node gives its callers; `setup_context` gets the others
-        too. None: all. Without gradients callers get all."""
+        results. `results`: how many the autograd node gives its callers; `setup_context` gets all. None: all, as
+        without gradients."""
         self.custom_op.register_autograd(backward, setup_context=setup_context)
         function = self._function
 

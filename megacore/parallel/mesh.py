@@ -114,7 +114,7 @@ class Mesh:
         return tuple(group for group in (self.replicas, self.layer, self.pipeline, self.copies) if group.size > 1)
 
     def replica_group(self, role: ReplicaRole) -> Group:
-        """The group of a role that a parameter names as the holders of its copies."""
+        """The holders of a parameter's copies, by role."""
         group: Group = getattr(self, role)
         return group
 

@@ -162,7 +162,7 @@ class _Block:
         self._in_stream(self._memories.values(), _Memory.send)
 
     def leave(self) -> None:
-        """Free the memory of the device, after the copies to or from the host."""
+        """After the copies to or from the host, free the memory of the device."""
         self._here.remove(self)
         self._wait_for_copies()
         for memory in self._memories.values():

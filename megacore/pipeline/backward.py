@@ -78,10 +78,10 @@ class _Operator:
 def input_half(
     outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]
 ) -> tuple[Sequence[Tensor | None], WeightHalf]:
-    """The gradients of `inputs`, and the second half, which computes those of the weights. `outputs`: graph edges of
-    the stage's outputs. `inputs`: graph edges of the stage's inputs or, if these need no gradient, of the outputs of
-    its first layer. Returns one gradient for each input, and the second half. Raises UserError where a layer uses
-    reentrant checkpointing, whose backward cannot be split."""
+    """One gradient for each of `inputs`, and the second half, which computes those of the weights. `outputs`: graph
+    edges of the stage's outputs. `inputs`: graph edges of the stage's inputs or, if these need no gradient, of the
+    outputs of its first layer. Raises UserError where a layer uses reentrant checkpointing, whose backward cannot be
+    split."""
     if not inputs or not outputs:
         return [None] * len(inputs), WeightHalf([])
     anchors = {edge.node for edge in inputs}

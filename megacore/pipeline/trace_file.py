@@ -246,7 +246,6 @@ def _time(value: object, least: float) -> float:
 
 
 def _span(event: dict[str, Any]) -> Span:
-    """A computation, in milliseconds from the start of the trace."""
     stage, microbatch = event["args"]["stage"], event["args"]["microbatch"]
     (op,) = (op for op in Op if not op.is_transfer and event["name"] == str(Action(op, microbatch, stage)))
     start = _time(event["ts"], 0.0)

@@ -61,15 +61,18 @@ __all__ = ["Layer", "PipelineEngine"]
 
 
 class PipelineEngine:
-    """Trains a model, given as a list of layers, on this rank of the mesh. Raises ConfigError with everything that is
-    wrong with the layers' names and ties, or with the configuration; or the ranks were given different ones; or the
-    state does not fit into memory; ScheduleError where a schedule from a file does not fit.
+    """Trains a model, given as a list of layers, on this rank of the mesh.
 
     Args:
         layers: the whole model, the same on every rank; a rank builds only the layers of its stages. Of an
             nn.Sequential, or a list of modules, copies are trained, from the values that the modules have on rank
             0.
         settings: see `EngineSettings`.
+
+    Raises:
+        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the
+            ranks were given different ones; or the state does not fit into memory.
+        ScheduleError: a schedule from a file does not fit.
     """
 
     def __init__(self, layers: nn.Module | Sequence[Layer | nn.Module], **settings: Any) -> None:
@@ -315,13 +318,16 @@ class PipelineEngine:
     @section(Phase.SAVE)
     def save(self, directory: Location | str) -> Location:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
-        Returns the checkpoint's directory. Raises StorageError where it could not be written; on every rank, and
-        nothing is left of it; SilentCorruption where replicas differ, and nothing is written; on every rank;
-        TrainingDiverged where a weight or a moment is not finite.
+        Returns the checkpoint's directory.
 
         Args:
             directory: in which the checkpoint becomes a directory, named after the step; or a URL of an object
                 store.
+
+        Raises:
+            StorageError: it could not be written; on every rank, and nothing is left of it.
+            SilentCorruption: replicas differ, and nothing is written; on every rank.
+            TrainingDiverged: a weight or a moment is not finite.
         """
         self._callbacks.call(Callback.before_save)
         self.train_steps.require_finite()

@@ -136,7 +136,7 @@ def launch(config: C, body: Callable[[C, Mesh], object]) -> int:
 
 def for_device(config: C, device: torch.device) -> C:
     """The configuration with the defaults of the device, which is known for certain only once torch has found it.
-    Raises ConfigError with these defaults a constraint is violated."""
+    Raises ConfigError where these defaults violate a constraint."""
     config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
     if problems := violations(config, world_size()):
         raise ConfigError(problems)

@@ -62,7 +62,6 @@ class PlainTask(Task):
         return _converted(inputs, torch.float32, self._dtype)
 
     def stage_input_specs(self, microbatch: PlainMicrobatch, stage: int) -> tuple[TensorSpec, ...]:
-        """What the trial with inputs of this shape has shown."""
         assert self.shapes is not None
         return self.shapes.of(microbatch.inputs, stage)
 

@@ -82,7 +82,7 @@ class Saving:
         self._guarded(self._saver.finish, self._warning)
 
     def save_again(self, state: TrainingState) -> None:
-        """Save a state that differs from the saved one of its step, and wait for it."""
+        """Save a state that differs from the saved one of its step, and wait."""
         self._saved_step = None
         self.save(state)
         self.finish()

@@ -315,7 +315,6 @@ class DataParallel:
                     parameter.grad = gradient
 
     def finish(self) -> None:
-        """Return once every gradient is the sum over its replica group."""
         for bucket in self.buckets:
             if bucket.is_shared:
                 bucket.reduce()

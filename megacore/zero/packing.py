@@ -142,7 +142,6 @@ def _between(kinds: Sequence[int], before: Sequence[int], after: Sequence[int]) 
 
 @lru_cache(maxsize=1 << 16)
 def _fits(counts: Counts, shards: int) -> bool:
-    """Whether the shards of a bucket need no more padding than is allowed."""
     room = _largest_sum(counts, _allowed(counts, shards))
     return least_shard(counts, shards) <= room and any(
         _fillings(counts, [room] * shards, mixed=mixed) is not None for mixed in (True, False)
