@@ -38,7 +38,7 @@ class RopeScaling:
     high: float = 4.0  # and leave those that turn more often than this; between the two they change over smoothly
     whole_pairs: bool = True  # yarn rounds these bounds to whole pairs of dimensions
     length: float = 1.0  # yarn and longrope multiply rotated queries and keys by this
-    # Longrope divides the frequencies by these in sequences of at most `original` tokens,.
+    # Longrope divides the frequencies by these in sequences of at most `original` tokens,
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # and by these in longer ones; [r/2] each
 

@@ -60,7 +60,7 @@ class SpikeGuard:
         self._config, self._warmup_steps = config, warmup_steps
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
-        self.total = self.in_a_row = 0  # number of spikes so far
+        self.total = self.in_a_row = 0  # spikes so far, and since the last accepted step
 
     @property
     def prevents_update(self) -> bool:

@@ -26,7 +26,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.held = self.peak = self.on_host = 0  # bytes on the device now
+        self.held = self.peak = self.on_host = 0  # bytes; `held` on the device now
         self._kind = device.type
         self._sizes = dict[int, tuple[bool, int]]()  # by storage: whether it is on the device, and bytes
         self._within: dict[Hashable, int] = {}
