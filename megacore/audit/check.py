@@ -65,6 +65,9 @@ class History:
             self.steps = {number: kept for number, kept in self.steps.items() if number <= line.step}
             self.gone |= {digest for digest, save in self.saves.items() if save.step > line.step}
             self._states = {number: state for number, state in self._states.items() if number <= line.step}
+            if said.get("loaded") and not _begins_anew(totals(said["state"])):
+                # A run that was killed between a save and its line goes on from it.
+                self.saves.setdefault(said["loaded"], line)
         elif line.kind == "step":
             first, stop = said["samples"]
             self._position = line.step, stop
@@ -109,11 +112,15 @@ class History:
         if state is None:
             return None
         known, of = self._states.setdefault(line.step, (state, line))
-        begins_anew = all(value == _NO_STATE for kind, value in state.items() if kind != "model")
         for kind in known.keys() & state.keys():
-            if known[kind] != state[kind] and not (begins_anew and kind != "model"):
+            if known[kind] != state[kind] and not (_begins_anew(state) and kind != "model"):
                 return f"has other {kind} after step {line.step} than line {of.number}: they changed in between"
         return None
+
+
+def _begins_anew(state: Mapping[str, str]) -> bool:
+    """Whether the optimizer has no state, as where none was loaded. `state`: hashes by kind."""
+    return all(value == _NO_STATE for kind, value in state.items() if kind != "model")
 
 
 def totals_of(line: Line) -> Mapping[str, str] | None:
@@ -129,16 +136,16 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
         manifest = read_manifest(directory)
         save = _saved_as(directory, manifest, history)
         if save is None:
-            yield f"{where}: its manifest.json is not one that the run saved"
+            yield f"{where}: no line has its manifest.json: it was changed, or saved while no ledger was written"
             save = history.save_of(manifest.step)
         if save is None:
             return
         for name, there, here in (
             ("step", save.step, manifest.step),
             ("consumed_samples", save.record["samples"], manifest.consumed_samples),
-            ("updates", save.record["updates"], manifest.updates),
+            ("updates", save.record.get("updates"), manifest.updates),
         ):
-            if there != here:
+            if there not in (here, None):
                 yield f"{where}: {name} {here}, but line {save.number} says {there}"
         reader = Reader(directory, manifest)
         for kind, names in save.record["state"].items():

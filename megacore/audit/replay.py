@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megacore.train.same_run import facts
 
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
+_OF_PATHS = ("given", "not given", "")  # what facts say of paths, and of settings that they lack
 
 
 def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> tuple[int, list[str]]:
@@ -41,8 +44,6 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
     if "bert" in manifest.config:
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
     save, local_rank = history.saves[manifest.manifest_sha256], os.environ.get("LOCAL_RANK", "0")
-    if changed := [each for each in _settings_since(history, save, step) if each.split()[0] not in flags]:
-        raise UserError(f"the run went on from {directory.name} with other settings: add {' '.join(changed)}")
     work = Path(tempfile.gettempdir(), f"megacore-replay-{os.environ.get('MASTER_PORT', os.getpid())}")
     problems: list[str] = []
 
@@ -61,9 +62,9 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
             problems.extend(f"  {each}" for each in _changes(history, facts(config)))
 
     work.mkdir(parents=True, exist_ok=True)
-    settings = work / f"run_{local_rank}.toml"
+    settings, before, since = work / f"run_{local_rank}.toml", *map(history.start_of, (save, history.steps[step]))
     try:
-        settings.write_text(tomli_w.dumps(_settings(manifest)))
+        settings.write_text(tomli_w.dumps(_settings(manifest, before.record["facts"], since.record["facts"])))
         words = ["--config", str(settings), "--load", str(directory), "--output-dir", str(work / "output")]
         status = launch(read_config([*words, *flags], prog="audit.py"), body)
     finally:
@@ -78,7 +79,8 @@ def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:
     for kind, names in save.record["state"].items():
         for name, said in names.items():
             if loaded.get(kind, {}).get(name) != said:
-                yield f"{save.record['checkpoint']}: {kind} of {name} is not what line {save.number} says"
+                where = save.record.get("checkpoint", "the checkpoint")
+                yield f"{where}: {kind} of {name} is not what line {save.number} says"
                 return
 
 
@@ -93,23 +95,30 @@ def _nearest(run: Location, step: int, history: History) -> tuple[Location, Mani
     return max(before, key=lambda pair: pair[1].step)
 
 
-def _settings_since(history: History, save: Line, step: int) -> list[str]:
-    """The settings with which a step was taken, and a checkpoint not, as flags."""
-    there, here = (history.start_of(line).record["facts"] for line in (save, history.steps[step]))
-    of_run = {
-        flag(name) for table, section in SECTIONS.items() if table not in _LAYOUT for name in field_infos(section)
-    }
-    names = sorted(of_run & here.keys() - {"--output-dir"})
-    return [f"{name} {here[name]}" for name in names if here[name] != there.get(name)]
+def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The configuration with which a step was taken, but for its layout and what it wrote.
 
-
-def _settings(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """The configuration of the run, but for its layout and what it wrote."""
-    tables = {name: table for name, table in manifest.config.items() if name not in _LAYOUT}
-    return {
-        name: {key: value for key, value in table.items() if value is not None and key != "output_dir"}
-        for name, table in tables.items()
-    }
+    Args:
+        manifest: of the checkpoint before it.
+        before: the facts of the start that saved it.
+        since: those of the start that took the step, which may have had other settings.
+    """
+    # Nothing is saved; that the run saved is what --on-spike rollback asks for.
+    tables: dict[str, dict[str, Any]] = {"checkpoint": {"save_interval": 1}}
+    # Optimizers have fields of their own for one flag, of which the facts have one.
+    shared = Counter(flag(name) for section in SECTIONS.values() for name in field_infos(section))
+    for table, there in manifest.config.items():
+        if table in _LAYOUT or table not in SECTIONS:
+            continue
+        tables[table] = {name: value for name, value in there.items() if value is not None and name != "output_dir"}
+        for name, info in field_infos(SECTIONS[table]).items():
+            text, was = (each.get(flag(name), "") for each in (since, before))
+            saved = str(there[name]) if name in there and shared[flag(name)] == 1 else was
+            if text not in (saved, *_OF_PATHS):
+                tables[table].pop(name, None)
+                if text != "None":
+                    tables[table][name] = text if info.kind is str else ast.literal_eval(text)
+    return tables
 
 
 def _changes(history: History, here: Mapping[str, str]) -> list[str]:

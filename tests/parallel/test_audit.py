@@ -157,7 +157,7 @@ def forged(run: Path) -> None:
     resealed(run)
 
 
-NOT_SAVED = f"wrong: {SAVED}: its manifest.json is not one that the run saved"
+NOT_SAVED = f"wrong: {SAVED}: no line has its manifest.json: it was changed, or saved while no ledger was written"
 TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bit of a weight": (flipped("model"), rf"^wrong: {SAVED}: model of \S+ is not what line \d+ says$"),
     "a bit of a moment": (flipped("exp_avg"), rf"^wrong: {SAVED}: exp_avg of \S+ is not what line \d+ says$"),
@@ -221,6 +221,19 @@ def test_steps_computed_again_agree_on_any_layout_unless_something_else_is_compu
     words = [str(run), "--replay", "6", "--device", "cpu", *flags.split()]
     (status, said), *_ = run_distributed(audited, ranks, words, broken, init=False)
     assert status == (expected != AGREES) and re.search(expected, said, re.MULTILINE), said
+
+
+def test_a_run_goes_on_with_other_settings_from_a_checkpoint_whose_line_was_lost(tmp_path: Path) -> None:
+    def begin(**changes: Any) -> None:
+        run_distributed(train, 1, str(tmp_path), [((1, 1, 1), {"on_spike": "rollback", "spike_window": 4, **changes})])
+
+    begin(train_iters=4)
+    *lines, last = (tmp_path / FILE).read_text().splitlines(keepends=True)
+    assert '"save"' in last
+    (tmp_path / FILE).write_text("".join(lines))
+    begin(load=str(tmp_path), label_smoothing=0.1)
+    status, said = audited(0, 1, [str(tmp_path), "--replay", "6", "--device", "cpu"])
+    assert status == 0 and re.search(AGREES, said), said
 
 
 def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_path: Path) -> None:

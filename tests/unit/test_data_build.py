@@ -107,8 +107,9 @@ def test_a_blend_packs_as_well_as_what_is_drawn_of_its_datasets() -> None:
     one, other = (
         Packing(documents=5, samples=n, padding=share, longer=1, cut=share / 2) for n, share in ((4, 0.1), (9, 0.5))
     )
-    both = Packing(documents=10, samples=13, padding=pytest.approx(0.2), longer=2, cut=pytest.approx(0.1))
-    assert mixed_packing([(one, 3), (other, 1)]) == both
+    both = mixed_packing([(one, 3), (other, 1)])
+    assert (both.documents, both.samples, both.longer) == (10, 13, 2)
+    assert (both.padding, both.cut) == pytest.approx((0.2, 0.1))
 
 
 @pytest.mark.parametrize("packing", ["none", "best-fit"])
