@@ -164,7 +164,7 @@ class Engine:
         self.mesh, self.device = self.pipeline.mesh, self.pipeline.mesh.device
         self.micro_steps = 0  # microbatches whose backward has run
         self._pending = 0  # microbatches of the step that has begun
-        self._last: StepResult | None = None
+        self.last_result: StepResult | None = None
         self.optimizer = EngineOptimizer(self, settings.optimizer.lr)  # whose `param_groups` show the learning rate
         self.lr_scheduler = lr_scheduler  # that of the caller, a `Schedule` of the configuration, or None
         if callable(lr_scheduler) and not hasattr(lr_scheduler, "get_last_lr"):
@@ -230,7 +230,7 @@ class Engine:
             self._finish(self.pipeline.update_weights())
 
     def _finish(self, result: StepResult) -> None:
-        self._last = result
+        self.last_result = result
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn that it was not
         # As in DeepSpeed, a step that is skipped does not advance the schedule.
         if result.skipped is None and self.lr_scheduler is not None and not isinstance(self.lr_scheduler, Schedule):
@@ -275,8 +275,8 @@ class Engine:
         for batch in batches:
             self.backward(self._loss_of(batch))
             self.step()
-        assert self._last is not None
-        return self._last.loss
+        assert self.last_result is not None
+        return self.last_result.loss
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss over gradient_accumulation_steps microbatches of every replica, in evaluation mode."""

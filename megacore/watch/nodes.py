@@ -28,7 +28,7 @@ class Nodes:
     def __init__(self, environment: Mapping[str, str], node: int, world_size: int, local_world_size: int) -> None:
         self.node, self.count = node, math.ceil(world_size / local_world_size)
         self._environment = environment
-        self._store: Any = None
+        self.store: Any = None
         self._call: threading.Thread | None = None
         # A restart by torchrun keeps the store, with what the watchers of the earlier start have written.
         self._name = f"megacore/watch/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -92,12 +92,12 @@ class Nodes:
     # ---- the store
 
     def _open(self) -> Any:
-        if self._store is None:
+        if self.store is None:
             from torch.distributed import TCPStore
 
             address, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
-            self._store = TCPStore(address, port, timeout=PATIENCE, wait_for_workers=False)
-        return self._store
+            self.store = TCPStore(address, port, timeout=PATIENCE, wait_for_workers=False)
+        return self.store
 
     def _set(self, key: str, text: str) -> None:
         self._ask(lambda store: store.set(f"{self._name}/{key}", text))
@@ -120,7 +120,7 @@ class Nodes:
             try:
                 answers.append(question(self._open()))
             except (ImportError, RuntimeError, OSError):
-                self._store = None
+                self.store = None
 
         # torch waits without a limit for an answer over a connection that is cut. So a thread waits, and while it does
         # the store is asked nothing else.

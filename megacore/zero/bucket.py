@@ -105,7 +105,7 @@ class Bucket:
         self._host: HostShard | None = None
         if options.offload_params:
             assert streams is not None and options.stage == 3 and options.offload
-            self._host = HostShard(self._shard_params, group, streams, sum_dtype=options.sum_dtype)
+            self._host = HostShard(self.shard_params, group, streams, sum_dtype=options.sum_dtype)
         # Numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
         self.users: set[int] = set()
         # `gathers`: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
@@ -116,9 +116,11 @@ class Bucket:
         self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
         # Gradients stay where autograd puts them: nothing is summed over ranks, and nothing converted.
         self.in_place = self._forgets and not options.one_pass
-        self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
+        self.full_gradients: Tensor | None = (
+            None  # of all parameters: kept on stages 0 and 1, on the others until reduced
+        )
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
-        self._reducing: _Reduction | None = None  # under way
+        self.reducing: _Reduction | None = None  # under way
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
         self._summing: _Reduction | None = None  # it over `across`, under way
         self._awaited: set[Member] = set()  # those whose gradient of this backward has not arrived
@@ -189,7 +191,7 @@ class Bucket:
             full = full.new_empty(self.layout.size)
         for member, shape in zip(self.members, shapes, strict=True):
             member.parameter.data = full[member.elements].view(shape)
-        self._full, self._shard_params, self.master = full, shard, master
+        self.full_params, self.shard_params, self.master = full, shard, master
 
     def _on_host(self, dtype: torch.dtype) -> Tensor:
         """Zeros of a shard's size in host memory, from and to which the device can copy without the host."""
@@ -197,16 +199,16 @@ class Bucket:
 
     def prefetch(self) -> None:
         if not self._present and self._gathering is None:
-            self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
+            self.full_params.untyped_storage().resize_(self.full_params.numel() * self.full_params.element_size())
             # `.data` has a separate version counter: a refill is no change to what autograd has saved.
             if not self.gathers:
-                self._full.data.zero_()
+                self.full_params.data.zero_()
                 self._present = True
                 return
             if self._host is not None:
-                self._gathering = self._host.start_gather(self._full.data)
+                self._gathering = self._host.start_gather(self.full_params.data)
             else:
-                self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
+                self._gathering = start_all_gather(self.full_params.data, self.shard_params, self.group)
 
     def wait(self) -> None:
         """Return once all parameters may be read."""
@@ -224,14 +226,14 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        self._full.untyped_storage().resize_(0)
+        self.full_params.untyped_storage().resize_(0)
         self._present = False
 
     def shard_to_write(self) -> Tensor | None:
         """This rank's shard of the parameters in their 16-bit format, for an optimizer that writes it with the master
         weights; None if these are the parameters themselves."""
         self._end_gathering()
-        return None if self.master is self._shard_params else self._shard_params
+        return None if self.master is self.shard_params else self.shard_params
 
     def publish(self, *, written: bool = False) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'.
@@ -239,13 +241,13 @@ class Bucket:
         self._end_gathering()
         if self._host is not None:
             self._host.wait_for_reads()
-        if self.master is not self._shard_params and not written:
+        if self.master is not self.shard_params and not written:
             if self.options.offload and self._host is None:
-                host_copies.to_device_(self._shard_params, self._weights_to_copy(), "parameters")
+                host_copies.to_device_(self.shard_params, self._weights_to_copy(), "parameters")
             else:
-                self._shard_params.copy_(self.master, non_blocking=True)
+                self.shard_params.copy_(self.master, non_blocking=True)
         if self.options.stage in (1, 2):
-            self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
+            self._gathering = start_all_gather(self.full_params.data, self.shard_params, self.group)
             if not self.options.overlap_param_gather:
                 self.wait()
 
@@ -257,10 +259,10 @@ class Bucket:
         """The master weights, in host memory already in the device's format: a copy that converts would hold up the
         host until it is done. The gradients there have been used, and their memory is large enough."""
         host = self._host_gradients
-        if host is None or self._device.type == "cpu" or self._shard_params.dtype == self.master.dtype:
+        if host is None or self._device.type == "cpu" or self.shard_params.dtype == self.master.dtype:
             return self.master
         self._wait_for_download()  # of a step that was skipped
-        return host.view(torch.uint8)[: self._shard_params.nbytes].view(self._shard_params.dtype).copy_(self.master)
+        return host.view(torch.uint8)[: self.shard_params.nbytes].view(self.shard_params.dtype).copy_(self.master)
 
     # ---- gradients
 
@@ -279,7 +281,7 @@ class Bucket:
         if self._host is not None:
             self._host.begin_step()
         if self._forgets:
-            self._gradients = None
+            self.full_gradients = None
         self._unit = UNIT * loss_scale
         for member in self.members:
             member.has_terms, member.norm, member.parameter.grad = False, None, None
@@ -321,9 +323,9 @@ class Bucket:
 
     def _sum_of(self, member: Member) -> Tensor:
         """Its elements of the buffer of all gradients, flat."""
-        if self._gradients is None:
-            self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
-        return self._gradients[member.elements]
+        if self.full_gradients is None:
+            self.full_gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
+        return self.full_gradients[member.elements]
 
     def _in_units(self, member: Member, gradient: Tensor) -> Tensor:
         """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""
@@ -344,7 +346,7 @@ class Bucket:
         for member in self.members:
             if not member.has_terms:
                 self._sum_of(member).zero_()
-        gradients = self._gradients
+        gradients = self.full_gradients
         assert gradients is not None
         if (self.group.size > 1 or self._host is not None) and not self.options.exact_terms:
             self._record_local_norms(gradients)
@@ -353,16 +355,16 @@ class Bucket:
         elif self._compresses:
             self._reduce_compressed(gradients)
         elif self.options.stage == 0:
-            self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
+            self.reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
         else:
             # On stage 1 the sum goes where this rank's share of the terms was: nothing more is kept.
             shard = gradients
             if self.group.size > 1:
                 is_part = self.options.stage == 1
                 shard = gradients[self._shard] if is_part else gradients.new_empty(self.layout.shard_size)
-            self._reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
+            self.reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
         if self.options.stage >= 2:
-            self._gradients = None
+            self.full_gradients = None
             for member in self.members:
                 member.has_terms = False
         if not self.options.overlap_grad_reduce or self.group.size == 1:
@@ -375,7 +377,7 @@ class Bucket:
         shard = gradients
         if self.options.stage > 0:
             shard = gradients[self._shard] if self.options.stage == 1 else gradients.new_zeros(self.layout.shard_size)
-        self._reducing = _Reduction(Pending(then=partial(self._take_sum, shard)), shard, shard)
+        self.reducing = _Reduction(Pending(then=partial(self._take_sum, shard)), shard, shard)
 
     def _take_sum(self, shard: Tensor) -> None:
         """Keep a compressed sum; the padding stays 0, also where a block is not finite."""
@@ -387,11 +389,11 @@ class Bucket:
 
     def finish_reduction(self) -> None:
         """Wait for the reduction, and keep this rank's shard of the sum."""
-        if self._reducing is None:
+        if self.reducing is None:
             return
-        pending, shard, _ = self._reducing
+        pending, shard, _ = self.reducing
         pending.wait()
-        self._reducing = None
+        self.reducing = None
         if self._host is not None:
             self._host.add(shard)
         elif self._shard_gradients is None:
@@ -424,7 +426,7 @@ class Bucket:
             self._host.convert_exact_sums()
         elif self._shard_gradients is not None and self._shard_gradients.dtype == torch.int64:
             self._shard_gradients = from_units(self._shard_gradients, UNIT)
-            self._gradients = None
+            self.full_gradients = None
 
     @property
     def overflow(self) -> Tensor | None:
@@ -435,7 +437,7 @@ class Bucket:
         """Part `number` of `parts` of this rank's shard of the parameters, flat, on the device."""
         size = -(-self.layout.shard_size // parts)
         part = slice(number * size, (number + 1) * size)
-        return self._shard_params[part] if self._host is None else self._host.on_device(part)
+        return self.shard_params[part] if self._host is None else self._host.on_device(part)
 
     @property
     def shard_gradients(self) -> Tensor | None:
@@ -534,13 +536,13 @@ class Bucket:
         """This rank's gradients that no reduction over replicas has overwritten, flat."""
         if self.in_place:
             yield from ((m, m.parameter.grad.view(-1)) for m in self.members if m.parameter.grad is not None)
-        elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
+        elif self.full_gradients is not None and (self.group.size == 1 or self._keeps_others):
             reduced = self._shard if self.group.size > 1 else slice(0, 0)
             for member in self.members:
                 start, stop = member.elements.start, member.elements.stop
                 for part in slice(start, min(stop, reduced.start)), slice(max(start, reduced.stop), stop):
                     if part.start < part.stop:
-                        yield member, self._gradients[part]
+                        yield member, self.full_gradients[part]
 
     def _record_local_norms(self, gradients: Tensor) -> None:
         """Record the norms of own gradients that the reduction overwrites: a sum that is not finite is traced to its
@@ -569,13 +571,13 @@ class Bucket:
 
     def storages(self) -> dict[str, list[Tensor]]:
         """The tensors that this rank holds now, by kind."""
-        gradients = [self._gradients, self._shard_gradients, *(p.grad for p in self.parameters)]
+        gradients = [self.full_gradients, self._shard_gradients, *(p.grad for p in self.parameters)]
         return {
-            "params": [self._full, self._shard_params],
+            "params": [self.full_params, self.shard_params],
             "grads": [*(g for g in gradients if g is not None), *([] if self._host is None else self._host.storages)],
             "optimizer": [
-                *([] if self.master is self._shard_params else [self.master]),
+                *([] if self.master is self.shard_params else [self.master]),
                 *([] if self.compressed is None else self.compressed.storages),
             ],
-            "buffers": [*(self._reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
+            "buffers": [*(self.reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
         }

@@ -220,7 +220,7 @@ def copies_of(rank: int, world_size: int, directory: str) -> Copies:
         down=counted.bytes_to_host,
         up=counted.bytes_to_device,
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
-        owned=sum(bucket._shard_params.nbytes for bucket in buckets),
+        owned=sum(bucket.shard_params.nbytes for bucket in buckets),
         buckets=len(buckets),
         uploads=publication.uploads,
         downloads=step.downloads,
@@ -496,7 +496,7 @@ def steady(rank: int, world_size: int, directory: str, *, slowly: bool, changes:
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
         up=counted.bytes_to_device,
         down=counted.bytes_to_host,
-        params=sum(bucket._shard_params.nbytes for bucket in buckets),
+        params=sum(bucket.shard_params.nbytes for bucket in buckets),
         grads=4 * sum(bucket.layout.shard_size for bucket in buckets),
         peak=peak,
     )

@@ -884,7 +884,7 @@ def engine_losses(engine: Any, steps: range) -> list[float]:
             loss = F.cross_entropy(engine(x, gain=2.0)["logits"].float(), y)
             engine.backward(loss)
             engine.step()
-        losses.append(float(engine._last.loss))
+        losses.append(float(engine.last_result.loss))
     return losses
 
 

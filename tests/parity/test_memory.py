@@ -101,10 +101,10 @@ class Peaks:
 
     def look(self, data_parallel: DataParallel) -> None:
         """Note what is held now."""
-        reducing = [bucket._reducing[2] for bucket in data_parallel.buckets if bucket._reducing is not None]
-        filling = [bucket._gradients for bucket in data_parallel.buckets]
+        reducing = [bucket.reducing[2] for bucket in data_parallel.buckets if bucket.reducing is not None]
+        filling = [bucket.full_gradients for bucket in data_parallel.buckets]
         whole = sum(g.untyped_storage().nbytes() for g in (*filling, *reducing) if g is not None)
-        self.left = sum(bucket._full.untyped_storage().nbytes() for bucket in data_parallel.buckets)
+        self.left = sum(bucket.full_params.untyped_storage().nbytes() for bucket in data_parallel.buckets)
         self.parameters, self.gradients = max(self.parameters, self.left), max(self.gradients, whole)
         self.reductions = max(self.reductions, len(reducing))
 

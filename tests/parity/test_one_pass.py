@@ -91,7 +91,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     data_parallel.ready()
     tensors: list[torch.Tensor] = [run.master for run in optimizer.runs]
     tensors += [optimizer.tensor(run, kind) for run in optimizer.runs for kind in optimizer.kinds]
-    tensors += [b._full if b.options.stage < 3 else b._shard_params for b in data_parallel.buckets]
+    tensors += [b.full_params if b.options.stage < 3 else b.shard_params for b in data_parallel.buckets]
     return [tensor.detach().clone() for tensor in tensors]
 
 

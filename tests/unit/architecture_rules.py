@@ -314,8 +314,15 @@ def catch_alls(sources: Iterable[Source]) -> list[str]:
 
 
 def private_names(sources: Iterable[Source]) -> list[str]:
-    """Tests that read, import or replace a private name of a module or class of ours."""
-    found = []
+    """Tests that read, import or replace a private name of a module, class or object of ours."""
+    found, sources = [], list(sources)
+    fields = {
+        node.attr
+        for source in sources
+        if source.path.startswith("megacore/")
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self"
+    }
     for source in sources:
         if not source.path.startswith("tests/") or source.path in ALLOWED["private_names"]:
             continue
@@ -324,7 +331,9 @@ def private_names(sources: Iterable[Source]) -> list[str]:
         owners = {alias.asname or alias.name for alias in ours}
         names = [(alias.lineno, alias.name) for alias in ours]
         for node in source.nodes:
-            if isinstance(node, ast.Attribute) and dotted(node.value).split(".")[0] in owners:
+            if isinstance(node, ast.Attribute) and (
+                dotted(node.value).split(".")[0] in owners or (node.attr in fields and dotted(node.value) != "self")
+            ):
                 names.append((node.lineno, node.attr))
             if isinstance(node, ast.Call) and len(node.args) > 1 and dotted(node.args[0]).split(".")[0] in owners:
                 names.append((node.lineno, str(getattr(node.args[1], "value", ""))))

@@ -623,7 +623,7 @@ def test_a_store_that_does_not_answer_holds_nothing_up(
         def check(self, keys: list[str]) -> bool:
             return back.wait(patience(10)) and False
 
-    second._store = Cut()
+    second.store = Cut()
     began = time.perf_counter()
     assert second.verdict() is None
     assert second.verdict() is None
