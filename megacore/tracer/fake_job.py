@@ -4,14 +4,11 @@ receive has the right shape. The program itself is the real one."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,19 +60,6 @@ def absent_accelerator() -> torch.device:
     name = "gpu"
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=_AbsentModule())
     return torch.device(name, 0)
-
-
-def leave_out_compiler() -> None:
-    """For a process that only takes steps on fake tensors, which read settings of torch's compiler and use nothing else
-    of it: a package that has these alone takes its place, as it takes more than a second to load."""
-    if "torch._dynamo" in sys.modules:
-        return
-    package: Any = ModuleType("torch._dynamo")
-    package.__path__ = [str(Path(torch.__file__).with_name("_dynamo"))]
-    package.disable = lambda function, *_, **__: function
-    package.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # where process groups come and go
-    sys.modules[package.__name__] = torch._dynamo = package
-    importlib.import_module(f"{package.__name__}.config")
 
 
 def in_words(error: Exception) -> str:

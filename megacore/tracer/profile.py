@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed.tensor  # as views of fake tensors do: here it is loaded once, before processes are forked
+import torch._dynamo  # as fake tensors do: here it is loaded once, before processes are forked
 from torch import Tensor, nn
 
 from megacore import ops

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from megacore.errors import UserError
 from megacore.parallel.processors import end_with_parent
-from megacore.tracer.fake_job import absent_accelerator, leave_out_compiler
+from megacore.tracer.fake_job import absent_accelerator
 
 T = TypeVar("T")
 
@@ -46,7 +46,6 @@ def _begin(step: Callable[[int], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C for all
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
-    leave_out_compiler()
     # The device must be known before a process computes gradients, on whatever device.
     absent_accelerator()
 
