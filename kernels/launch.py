@@ -135,27 +135,18 @@ def processors(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
 
 
-@cache
-def _shared_memory(device: int) -> int:
-    """Bytes of shared memory that a program may have on a device, by its number."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
-
-
-def stages_of(row_bytes: int, x: Tensor, most: int) -> int:
-    """How many rows of a tensor's device are read at once: beyond the first, each has a place in shared memory."""
+@cache  # a launch takes the host as long as a few calls
+def stages_of(row_bytes: int, device: int, most: int, most_on_hopper: int | None = None) -> int:
+    """How many rows are read at once: beyond the first, each has a place in shared memory. `device`: its number.
+    NVIDIA's Hopper generation and later ones have a faster memory, which more reads in flight keep busy."""
     if interpreting():
         return 1
-    own = x.get_device()
-    number = triton.runtime.driver.active.get_current_device() if own == _ON_HOST else own
-    return max(1, min(most, 1 + (_shared_memory(number) - _REDUCTIONS) // row_bytes))
-
-
-def has_fast_memory() -> bool:
-    """Whether the current device is of NVIDIA's Hopper generation or later: its memory needs more reads in flight."""
-    if interpreting():
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= _HOPPER)
+    driver = triton.runtime.driver.active
+    target, number = driver.get_current_target(), driver.get_current_device() if device == _ON_HOST else device
+    if most_on_hopper is not None and target.backend == "cuda" and target.arch >= _HOPPER:
+        most = most_on_hopper
+    shared = int(driver.utils.get_device_properties(number)["max_shared_mem"])  # of a program
+    return max(1, min(most, 1 + (shared - _REDUCTIONS) // row_bytes))
 
 
 def rows_and_width(x: Tensor) -> tuple[int, int]:

@@ -25,7 +25,6 @@ from megacore.kernels.launch import (
     aligned,
     block_of,
     blocks_of,
-    has_fast_memory,
     launchable,
     processors,
     rows_and_width,
@@ -355,11 +354,11 @@ def backward(
     dweight, dbias = parameters.unbind() if has_bias else (parameters, parameters)
     if rows and persistent:
         # Where a processor has one program, one row on its way does not keep a fast memory busy.
-        most = 3 if programs == 1 and has_fast_memory() else 2
+        on_hopper = 3 if programs == 1 else 2
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
             **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, 32),
-            STAGES=stages_of((2 + has_dsum) * x.element_size() * block, x, most),
+            STAGES=stages_of((2 + has_dsum) * x.element_size() * block, x.get_device(), 2, on_hopper),
         )  # fmt: skip
     elif rows and chunked:
         # Two stages spill in LayerNorm. Of a row, x and dy of both passes and the weight have a place each.
@@ -367,7 +366,7 @@ def backward(
         _backward_chunked[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
             **flags, HAS_BIAS=has_bias, CHUNKS=chunks, BLOCK=_BACKWARD_CHUNK, num_warps=16,
-            STAGES=stages_of((5 + has_dsum) * x.element_size() * chunks * _BACKWARD_CHUNK, x, 1 + rms),
+            STAGES=stages_of((5 + has_dsum) * x.element_size() * chunks * _BACKWARD_CHUNK, x.get_device(), 1 + rms),
         )  # fmt: skip
     elif rows:
         _backward_wide[(rows,)](

@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tools.kernel_cases import Case, cases
+from tools.kernel_cases import Case, cases, norm
 
 ARCHITECTURES = {90: "sm_90 (H100, H200)", 80: "sm_80 (A100)"}
 SHARED_LIMIT = {90: 232_448, 80: 166_912}
@@ -152,6 +152,7 @@ def _compiling(architecture: int, made: list[tuple[str, Any, int]]) -> Iterator[
         return kernel
 
     triton.runtime.driver.set_active(Target(architecture))
+    norm.stages_of.cache_clear()  # of the architecture before
     JITFunction.run = compile_only
     try:
         yield

@@ -34,7 +34,7 @@ class History:
     """A ledger whose chain holds, and whose lines follow from each other. Raises BrokenLedger at the first line that
     was changed, or does not follow; UserError where the file cannot be read, or has no line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lines: Iterable[Line] | None = None) -> None:
         self.path = path
         self.lines: list[Line] = []  # all of them
         self.steps: dict[int, Line] = {}  # the line of each step that counts: the run went back behind the others
@@ -44,7 +44,7 @@ class History:
         self.abandoned: dict[int, range] = {}
         self._states: dict[int, tuple[Mapping[str, str], Line]] = {}  # known after each step
         self._position = -1, -1  # the last step, and the samples that it leaves behind
-        for line in lines_of(path):
+        for line in lines_of(path) if lines is None else lines:
             try:
                 wrong = self._follows(line) or self._other_state(line)
             except (KeyError, IndexError, TypeError, ValueError):
@@ -60,11 +60,16 @@ class History:
         said, (step, samples) = line.record, self._position
         if line.kind in BEGINS:
             self._position = line.step, said["samples"]
-            if lost := [number for number in self.steps if number > line.step]:
-                self.abandoned[line.number] = range(min(lost), max(lost) + 1)
+            before = self.steps
+            if said.get("loaded") in self.gone:  # a checkpoint of steps that no longer counted: they do again
+                past = History(self.path, self.lines[: self.saves[said["loaded"]].number])
+                self.steps, self._states = past.steps, past._states
+                self.gone = set(self.saves) - (past.saves.keys() - past.gone)
             self.steps = {number: kept for number, kept in self.steps.items() if number <= line.step}
             self.gone |= {digest for digest, save in self.saves.items() if save.step > line.step}
             self._states = {number: state for number, state in self._states.items() if number <= line.step}
+            if lost := [number for number, step_line in before.items() if self.steps.get(number) is not step_line]:
+                self.abandoned[line.number] = range(min(lost), max(lost) + 1)
             if said.get("loaded") and not _begins_anew(totals(said["state"])):
                 # A run that was killed between a save and its line goes on from it.
                 self.saves.setdefault(said["loaded"], line)
@@ -168,9 +173,9 @@ def _saved_as(directory: Location, manifest: Manifest, history: History) -> Line
     return save
 
 
-def uncovered(directory: Location, history: History) -> list[str]:
+def uncovered(directory: Location, history: History) -> set[str]:
     """The kinds of tensors in a checkpoint of which the ledger says nothing."""
-    return sorted(read_manifest(directory).tensors.keys() - history.start.record["state"].keys())
+    return read_manifest(directory).tensors.keys() - history.start.record["state"].keys()
 
 
 def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -77,14 +77,14 @@ def _audit(args: Namespace) -> Iterator[str]:
     _print_summary(history)
     if other is not None:
         yield from _different(history, other)
-    directories = _checkpoints(args)
-    for directory in directories:
+    missing = set[str]()
+    for directory in _checkpoints(args):
         problems = list(checkpoint_problems(directory, history))
         yield from problems
         if not problems:
             print(f"  {directory.name}: every tensor is what the ledger says")
-    missing = sorted({kind for directory in directories for kind in uncovered(directory, history)})
-    print(f"  not covered: {', '.join([*missing, _NEVER])}")
+            missing |= uncovered(directory, history)
+    print(f"  not covered: {', '.join([*sorted(missing), _NEVER])}")
 
 
 def _ledger_of(name: str) -> Path:

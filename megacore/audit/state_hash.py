@@ -114,7 +114,8 @@ def batch_hash(microbatches: Iterable[Batch]) -> Tensor:
     sums = []
     for microbatch in microbatches:
         for name in (field.name for field in fields(microbatch) if field.name != "index"):
-            rows = _integers(getattr(microbatch, name)).flatten(1)  # a sample each
+            values = _integers(getattr(microbatch, name))
+            rows = values.view(len(values), -1)  # a sample each
             first = microbatch.index * len(rows) % _SAMPLES
             columns, of_rows = (
                 odd_numbers(n, size, rows.device) for n, size in ((2, rows.shape[1]), (3, 2 * _SAMPLES))

@@ -158,6 +158,13 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
             f"{load}: {directory} has {'no adapters' if rank is None else f'adapters of rank {rank}'}, and --lora-rank "
             f"is {config.lora.lora_rank}: {ways}"
         )
+    alpha, targets = (manifest.settings.get(name) for name in ("lora_alpha", "lora_targets"))
+    for name, there, here in (("alpha", alpha, config.lora.lora_alpha), ("targets", targets, config.lora.lora_targets)):
+        if rank is not None and there != here:
+            way = f"use {there}" if there is not None else "leave the flag out"
+            raise CheckpointError(
+                f"{load}: {directory} has adapters of --lora-{name} {there}, and --lora-{name} is {here}: {way}"
+            )
     if rank is not None and config.start.pretrained_checkpoint is not None:
         base_of(manifest, directory, config.start.pretrained_checkpoint)
     has_state = manifest.updates > 0  # a converted checkpoint has none

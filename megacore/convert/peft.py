@@ -323,6 +323,8 @@ def write_adapters(path: Path, base: CheckpointTensors, family: Family, target: 
         CheckpointError: every part of it that is no adapter of a linear layer of a block.
     """
     theirs, model = _open(path), base.config
+    if not theirs.adapters:
+        raise CheckpointError(f"{path} has no adapters of linear layers: give the directory that PEFT saved")
     steps = _steps(family, model)
     rank = max(len(a) for a, _, _ in theirs.adapters.values())
     scales = {scale for _, _, scale in theirs.adapters.values()}

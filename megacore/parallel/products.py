@@ -285,7 +285,10 @@ class LinearLayers:
         self.sums = list(map(gradient_sum, parameters[::2]))
         self.parameters = parameters
         # Whether none of them learns: there is no gradient of any.
-        self.frozen = not any(one.requires_grad for one in parameters if one is not None)
+        self.frozen = True
+        for one in parameters:  # a generator would be two more calls in every layer
+            if one is not None and one.requires_grad:
+                self.frozen = False
 
     def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
         return _pairs(parameters) if self.whole is None else [(self.whole, None)]
