@@ -134,6 +134,8 @@ def _steps(row: dict[str, Any], name: str, worker: Worker) -> Outcome:
         if "settings" in row:
             outcome["settings"] = json.loads((directory / row["settings"]).read_text())["config"]["model"]
         for path in sorted(path for root in row.get("hashes", []) for path in files_below(directory / root)):
+            if path.name == ".metadata":  # torch draws a number for each save
+                continue
             outcome[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         return outcome
 
