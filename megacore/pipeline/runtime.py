@@ -286,6 +286,7 @@ class _Run:
                 if TensorSpec.of(tensor).has_gradient
             )
             self.anchors[key] = tuple(map(get_gradient_edge, self.inputs.get(key, ()))) or stage.first_outputs
+            stage.first_outputs = ()  # it would keep the graph of the step's last microbatch
 
     def backward(self, action: Action) -> None:
         key = action.stage, action.microbatch

@@ -4,6 +4,7 @@ with the right gradients."""
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class Scale(nn.Module):
             self.weight.fill_(factor(stage))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.last_input = weakref.ref(x)
         return x * self.weight
 
 
@@ -108,6 +110,7 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
             assert total.item() == pytest.approx(whole * product, rel=1e-6), (name, count, virtual, size)
         for chunk, stage in zip(chunks, range(rank, stages, world_size), strict=True):
             (weight,) = chunk.parameters()
+            assert stage == 0 or chunk.layers[0].last_input() is None, "a microbatch is held after the step"  # type: ignore[operator]
             assert weight.grad is not None
             assert weight.grad.item() == pytest.approx(whole * product / factor(stage), rel=1e-5)
         evaluated = runtime.evaluate(batch)
