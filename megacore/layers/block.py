@@ -78,7 +78,8 @@ class GatedMLP(MLP):
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__(config, context)
-        # On a device one product computes both, if their weights are neighbours in memory.
+        # On a device one product computes both, if their weights are neighbours in memory. Memory order is the reverse
+        # of the order of use (zero/layout.py): up comes first there, and in the joined output.
         self.joins = config.activation == "swiglu" and not config.mlp_bias
         self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
 

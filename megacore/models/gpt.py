@@ -66,8 +66,8 @@ class GPTEmbedding(ShardedModule):
         return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
 
     def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        # Backward goes the other way: it sums the gradients of a tied token table, and frees two of three tensors,
-        # before the gradient of positions makes the bucket of both tables.
+        # Positions are looked up first, for backward to come to them last: it has summed the gradients of a tied token
+        # table, and freed two of three tensors, before the gradient of positions allocates the bucket of both tables.
         rows = None if self.positions is None else self._positions_of(tokens, positions)
         x = self.tokens(tokens)
         if self.multiplier != 1.0:
@@ -111,8 +111,8 @@ class GPTHead(VocabParallelOutput):
         self.norm = build_norm(config, device=context.device)
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with those of `Scored` as the last
-        of its inputs -> summed loss, scalar fp32. What else follows the hidden states is not needed."""
+        """Hidden states [b, s, h] -> logits [b, s, padded V/t]. Where the head computes the loss: (hidden states, ...,
+        the three fields of `Scored`) -> summed loss, scalar fp32. The inputs between them are not read."""
         hidden, *others = (x,) if isinstance(x, Tensor) else x
         if others and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()

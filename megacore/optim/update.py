@@ -121,7 +121,8 @@ class WeightUpdate:
             loss: this rank's share of the summed loss.
             step: number of the step, from 1.
             per_count: 1 / the global batch's count of each sum of the loss.
-            votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
+            votes: numbers that are summed over all ranks along with the loss, in the same reduction, such as requests
+                to stop; as many on every rank.
         """
         data_parallel, scale = self.data_parallel, self._gradient_scale
         total = self._finish_gradients(loss, step=step, per_count=per_count, votes=votes)
@@ -270,8 +271,8 @@ class WeightUpdate:
         self.scaler.load_state(counters)
 
     def _all_reduce_replicated_grads(self) -> None:
-        """With sequence parallelism, gradients of parameters that are replicated over the layer group cover only this
-        rank's positions: sum them over the group, in one message."""
+        """With sequence parallelism, gradients of parameters that each tensor-parallel rank has whole cover only this
+        rank's positions: sum them over these ranks, in one message."""
         replicated = [local for local in self.data_parallel.segments if local.spec.is_replicated]
         found = [(local, gradient) for local in replicated if (gradient := local.gradient) is not None]
         if found:
@@ -417,15 +418,15 @@ def totals(
         overflow: not finite if a gradient on this rank was not.
         weights: not finite if a weight on this rank is not.
         per_count: what each sum of the loss is multiplied by for the mean loss.
-        votes: this rank's terms of further sums; the same number of them on every rank.
+        votes: this rank's terms of further sums; as many on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
     by_bucket = _counted_gradients(counted)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
     sums = torch.zeros(3 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
     squares, overflows, checked, losses, ballot = sums.split([1, 1, 1, shares.numel(), len(votes)])
-    overflows += overflow  # 0, or not finite
-    checked += weights  # likewise
+    overflows += overflow  # each of the two is 0, or not finite: then the norm is not finite on any rank
+    checked += weights
     if mesh.layer.is_first and mesh.copies.is_first:
         losses.copy_(shares.flatten())
     for number, vote in enumerate(votes):

@@ -3,7 +3,7 @@ s / t positions on each (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
 
 An all-gather along the sequence enters a tensor-parallel region and a reduce-scatter leaves it; each is the other's
 backward, and the two move the same bytes as the all-reduce that they replace. A CPU moves all samples of a microbatch
-at once; an accelerator moves sample by sample, beside the products.
+at once; an accelerator moves sample by sample, while products of other samples run.
 
 Shape legend: s sequence, b micro-batch, h hidden size, o output features, t group size.
 """

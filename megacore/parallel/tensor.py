@@ -1,13 +1,14 @@
 """Tensor parallelism: the linear layers and the embedding, split over a group (Shoeybi et al. 2019, arXiv
 1909.08053, section 3).
 
-A column-parallel layer splits its output features and a row-parallel one its input features, so that a pair of them
-needs one all-reduce forward (after the second) and one backward (before the first). On a group of one each is its
-torch.nn twin.
+A column-parallel layer splits its output features and a row-parallel one its input features. A pair of them needs one
+all-reduce in forward, of the second's output, and one in backward, of the gradient of the first's input. On a group of
+one each is its torch.nn twin.
 
 With sequence parallelism (sequence.py) a column-parallel layer keeps only this rank's positions of its input for
 backward and gathers the input again there, while the input gradient is computed; the reduce-scatter of that gradient
-runs while the weight's is computed.
+runs while the weight's is computed. A row-parallel layer reduce-scatters its output, and gathers the gradient of its
+output.
 
 Shape legend: s sequence, b micro-batch, i input features, o output features, h hidden size, V vocabulary, t group size.
 """
@@ -116,8 +117,8 @@ class RowParallelLinear(ShardedModule):
         out_features: output features, whole on every rank after the sum.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
-        ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends
-            before the product and its communication.
+        ends_recomputed: the layer is the last product of a block that is recomputed in backward; recomputation stops
+            before this product and its communication.
     """
 
     def __init__(
@@ -227,11 +228,11 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
         raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")
 
 
-# ---- one node of autograd for all of them: products, and what a rank exchanges beside them
+# ---- one node of autograd for all of them: products, and what a rank exchanges while they run
 
 
 class _ParallelLinear(Node):
-    """Linear layers whose communication runs beside their products: the way in of a column-parallel layer, or the way
+    """Linear layers whose communication runs while they multiply: the way in of a column-parallel layer, or the way
     out of a row-parallel one, says what is exchanged, and when."""
 
     @staticmethod
@@ -325,7 +326,8 @@ class _Scattered(_Summed):
         dx = torch.empty_like(x)
         for number, sample in enumerate(gathering.samples()):
             layers.products.write_input_gradient(dx[number], sample, weights[0])
-        # The bias's gradient is of this rank's positions: sequence parallelism sums such gradients later.
+        # The bias's gradient is of this rank's positions: `WeightUpdate._all_reduce_replicated_grads` sums it, once a
+        # step.
         return (
             dx,
             layers.weight_gradient(x, gathering.whole),

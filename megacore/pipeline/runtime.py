@@ -51,7 +51,7 @@ class PipelineTask(Protocol):
         """The input of the model's first layer: a tensor or a tuple of tensors."""
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
-        """What the model's last layer gets beside the output of the layer before it; `weight` is that of its loss."""
+        """What the model's last layer gets besides the output of the layer before it; `weight` is that of its loss."""
 
     def loss(self, output: Any, microbatch: Any) -> Tensor:
         """The summed loss of the last layer's output, or several sums."""
@@ -64,7 +64,7 @@ class PipelineTask(Protocol):
 
 
 class LossWeight(Protocol):
-    """What scales the summed loss before backward."""
+    """The gradient of the summed loss, with which backward begins."""
 
     def value(self) -> Tensor:
         """One over the global batch's count of each loss term, times the fp16 loss scale; fp32, of the loss's shape or
@@ -123,10 +123,10 @@ class PipelineRuntime:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
         `microbatches`: this data-parallel rank's share of the global batch; each has a global `index`. `loss_weight`:
-        factor of the summed loss, or of each of its sums, before backward. `on_loss`: is given each loss, on the last
-        stage. Returns the summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere. Raises
-        UserError where a stage returns other shapes or types than the next one expects, or a backward that is to be
-        split cannot be.
+        given to backward as the gradient of the summed loss, or of each of its sums. `on_loss`: is given each loss, on
+        the last stage. Returns the summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere.
+        Raises UserError where a stage returns other shapes or types than the next one expects, or a backward that is to
+        be split cannot be.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -285,6 +285,7 @@ class _Run:
                 for tensor in outputs
                 if TensorSpec.of(tensor).has_gradient
             )
+            # On stage 0, whose input has no gradient: the outputs of its first layer.
             self.anchors[key] = tuple(map(get_gradient_edge, self.inputs.get(key, ()))) or stage.first_outputs
             stage.first_outputs = ()  # it would keep the graph of the step's last microbatch
 
@@ -303,6 +304,8 @@ class _Run:
         key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
         with self.backward_phase(action), self.runtime.timer.measure(action):
+            # Nothing to begin: a layer's weights are gathered when backward reaches it, and no gradient of a weight
+            # arrives. The weights are released.
             grads, self.halves[key] = input_half(outputs, gradients, self.anchors.pop(key))
             self.end_weight_gradients(action)
         self.keep_input_gradients(action, grads[: len(self.inputs.pop(key, ()))])

@@ -58,7 +58,7 @@ class GPTTask(TransformerTask):
             self.weights.fill_buffers(buffers)
 
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's positions, each with its label, which is the next position's token whoever holds that. Where the
+        """This rank's positions, each with its label: the next token, even if another rank holds its position. If the
         loss is computed in canonical blocks, the labels are those of all positions."""
         if self.sequence.group.size == 1:
             return microbatch

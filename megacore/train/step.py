@@ -176,8 +176,8 @@ class TrainStep:
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
 
-        The decision waits for an accelerator, once. `votes`: this rank's terms of further sums over all ranks; the same
-        number of them on every rank.
+        The decision waits for an accelerator, once. `votes`: numbers that are summed over all ranks along with the
+        loss, in the same reduction, such as requests to stop; as many on every rank.
 
         Raises:
             SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are; or

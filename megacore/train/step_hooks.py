@@ -1,6 +1,6 @@
-"""What takes part in a train step beside model and optimizer: `TrainStep` calls the methods, and knows no hook by name.
-A callback (callbacks.py) watches a run; a hook changes what a step computes or leaves in a checkpoint. A feature joins
-with a line of `step_hooks` in step.py. Every rank calls its hooks in the same order."""
+"""What takes part in a train step besides model and optimizer: `TrainStep` calls the methods, and knows no hook by
+name. A callback (callbacks.py) watches a run; a hook changes what a step computes or leaves in a checkpoint. A feature
+joins with a line of `step_hooks` in step.py. Every rank calls its hooks in the same order."""
 
 from __future__ import annotations
 

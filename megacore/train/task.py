@@ -86,7 +86,7 @@ class Task(ABC):
         """Specs of the tensors that stage number `stage` receives, which is not the first; equal on every rank."""
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
-        """What the model's last layer gets beside its input, such as what it computes the loss from. `weight`: what
+        """What the model's last layer gets besides its input, such as what it computes the loss from. `weight`: what
         backward will multiply the loss by; None: there is no backward, or another weight."""
         return ()
 

@@ -112,9 +112,9 @@ class Bucket:
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
-        # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps.
+        # Whether the memory of gradients is given back between steps: nothing is summed over ranks, nothing converted.
         self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
-        # Gradients stay where autograd puts them: nothing is summed over ranks, and nothing converted.
+        # Whether they also stay in `.grad`, where autograd puts them. A step in one pass reads one flat buffer instead.
         self.in_place = self._forgets and not options.one_pass
         self.full_gradients: Tensor | None = (
             None  # of all parameters: kept on stages 0 and 1, on the others until reduced
@@ -122,7 +122,7 @@ class Bucket:
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self.reducing: _Reduction | None = None  # under way
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
-        self._summing: _Reduction | None = None  # it over `across`, under way
+        self._summing: _Reduction | None = None  # the sum over `across`, under way
         self._awaited: set[Member] = set()  # those whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
         self._checked = [s.name for s in self.segments] if self._keeps_others else [m.name for m in self.members]

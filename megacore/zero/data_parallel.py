@@ -103,11 +103,11 @@ class DataParallel:
         # The bucket whose reduction began last, and whether all gradients of the step are in it.
         self._last_reduced: tuple[Bucket | None, bool] = None, False
         self._observer: GradientObserver | None = None
-        # That the runs consist of.
+        # The parts of parameters in this rank's shards; a run is several that the optimizer updates as one tensor.
         self.segments = [local for bucket in reversed(self.buckets) for local in bucket.make_segments()]
-        self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]  # that this rank updates
+        self.runs = [run for bucket in reversed(self.buckets) for run in bucket.runs]
         self._frozen = [run for run in self.runs if run.scale.frozen]
-        # Of all stages of the rank, in the order of their use.
+        # The layers of all stages of the rank, in the order of their use.
         self.layers = [layer for chunk in self._chunks for layer in chunk]
         uses = Counter(parameter.spec.name for layer in self.layers for parameter in layer.parameters)
         self._inlets = [_Inlet(self, bucket, member) for bucket in self.buckets for member in bucket.members]
@@ -209,14 +209,14 @@ class DataParallel:
     # ---- around the layers
 
     def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
-        """layer(x), with the layer's parameters present in forward and backward: below stage 3 they are, once what was
-        gathered after the last step has arrived. `chunk`: number of the pipeline stage on this rank. `number`: of the
-        layer in it. `x`: its input, a tensor or a tuple of tensors."""
+        """layer(x), with the layer's parameters present in forward and backward: stages 1 and 2 wait for the gather
+        that began after the last step, stage 3 gathers here. `chunk`: number of the pipeline stage on this rank.
+        `number`: of the layer in it. `x`: its input, a tensor or a tuple of tensors."""
         layers = self._chunks[chunk]
         here = layers[number]
         if self.options.stage < 3:
             for bucket in here.buckets:
-                bucket.wait()  # for the weights that were gathered after the last step
+                bucket.wait()
             return here.run(layer, x)
         here.acquire()
         if number + 1 < len(layers):
@@ -315,11 +315,13 @@ class DataParallel:
                     parameter.grad = gradient
 
     def finish(self) -> None:
+        """Finish the reductions of the step, so that this rank's shard of the gradients is complete."""
         for bucket in self.buckets:
-            if bucket.is_shared:
+            if bucket.is_shared:  # no single chunk's backward completes it
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
+        # All sums over the other groups begin before the first is waited for: they run at the same time.
         for bucket in self.buckets:
             bucket.begin_sum_across()
             if self._streams is not None:  # no more than one is on the device
@@ -354,7 +356,8 @@ class DataParallel:
 
     def weight_check(self, step: int) -> Tensor | float:
         """A scalar: 0 if a part of the parameters that this rank updates is finite, otherwise not finite. Each step
-        checks another part, so that it costs next to nothing beside the update; in `CHECKED_IN` steps that is all."""
+        checks another part, which costs next to nothing compared with the update; in `CHECKED_IN` steps that is
+        all."""
         if not self.buckets:
             return 0.0
         parts = (bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets)
@@ -377,7 +380,7 @@ class DataParallel:
     def _reduce(self, bucket: Bucket) -> None:
         """Begin a bucket's reduction. Where reductions take memory, first wait for the one before: then it is that of
         at most two buckets, the one being reduced and the one that backward fills meanwhile. Where other groups hold
-        copies of its shard, wait too: their sum begins beside backward."""
+        copies of its shard, wait too: their sum begins while backward runs."""
         before, is_complete = self._last_reduced
         # With streams no more than one sum is on the device.
         sums_across = is_complete and self.options.overlap_grad_reduce and self._streams is None
