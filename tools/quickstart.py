@@ -1,4 +1,4 @@
-"""From nothing to generated text: corpus, tokenizer, dataset, training on every device there is, a sample.
+"""From nothing to generated text: corpus, tokenizer, dataset, training on every device there is, a sample, a report.
 
     make quickstart                           # or, in the environment that `make setup` made:
     .venv/bin/python tools/quickstart.py      # the whole of it
@@ -6,7 +6,8 @@
     .venv/bin/python tools/quickstart.py sources    # the code of the standard library, for docs/guides/bert.md
 
 Every step is a command that is printed before it runs, and that works when repeated by hand from the repository's root.
-Everything is written under quickstart/. Without a GPU the model trains on 8 CPU processes that talk through gloo.
+Everything is written under quickstart/. Without a GPU the first steps run on 8 CPU processes that talk through gloo.
+The rest of the run takes 2, which is faster on few cores: a checkpoint of one layout continues on another.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import sysconfig
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.prose import docstrings, paragraphs
@@ -37,6 +38,7 @@ SOURCES = DIRECTORY / "sources.jsonl"
 TOKENIZER = DIRECTORY / "tokenizer"
 DATASET = DIRECTORY / "english"
 RUN = DIRECTORY / "run"
+ALONE = DIRECTORY / "alone"
 CONFIG = Path("examples/quickstart.toml")
 VOCAB_SIZE = 4096
 PROMPT = "This function"
@@ -44,32 +46,17 @@ PROMPT = "This function"
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+# What every installation has, with much English in its docstrings.
+PACKAGES = ("numpy", "torch", "networkx", "sympy", "huggingface_hub")
+FIRST_STEPS = 20  # those that 8 processes take, where there is no GPU
+
+
+class Layout(NamedTuple):
     """How the quick start spreads over the processes of one machine."""
 
     tp: int
     pp: int
     dp: int
-
-    @property
-    def processes(self) -> int:
-        return self.tp * self.pp * self.dp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One command: what it is for, its words, and what it needs in the environment."""
-
-    title: str
-    words: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def line(self) -> str:
-        """The command as one types it."""
-        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment]
-        return " ".join([*settings, shlex.join(self.words)])
 
 
 def layout_for(gpus: int) -> Layout:
@@ -84,61 +71,60 @@ def layout_for(gpus: int) -> Layout:
     return Layout(tp=tp, pp=pp, dp=gpus // (tp * pp))
 
 
-def global_batch_for(dp: int, training: dict[str, int]) -> int:
-    """The global batch nearest to the configured one that dp replicas can share in whole microbatches.
+def train(layout: Layout, flags: str, training: dict[str, int]) -> str:
+    """The command that trains on a layout, with the batch nearest to the configured one that its replicas can share.
 
     Args:
-        dp: number of replicas.
-        training: the configuration's `global_batch_size` and `micro_batch_size`.
+        layout: the degrees of parallelism.
+        flags: more of the command's words.
+        training: the [training] table of the configuration file.
     """
-    share = dp * training["micro_batch_size"]
-    return share * max(1, round(training["global_batch_size"] / share))
+    processes, share = math.prod(layout), layout.dp * training["micro_batch_size"]
+    batch = share * max(1, round(training["global_batch_size"] / share))
+    torchrun = Path(sys.executable).with_name("torchrun")
+    launcher = _shown(torchrun) if torchrun.exists() else f"{_shown(Path(sys.executable))} -m torch.distributed.run"
+    return (
+        f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // processes)} {launcher} --nproc-per-node {processes} "
+        f"pretrain_gpt.py --tp {layout.tp} --pp {layout.pp} --dp {layout.dp} --config {CONFIG} "
+        f"--data-path {DATASET}_text_document --tokenizer {TOKENIZER} --global-batch-size {batch} {flags}"
+    )
 
 
-def steps(gpus: int, training: dict[str, int]) -> list[Step]:
-    """The commands, in order.
+def steps(gpus: int, training: dict[str, int]) -> dict[str, str]:
+    """The commands in order, by what they are for.
 
     Args:
         gpus: number of GPUs here.
-        training: the [training] table of the configuration file.
+        training: as for `train`.
     """
     python = _shown(Path(sys.executable))
-    layout = layout_for(gpus)
-    batch = global_batch_for(layout.dp, training)
-    processes = "process" if layout.processes == 1 else "processes"
-    train = (
-        *_torchrun(python, layout.processes),
-        *("pretrain_gpt.py", "--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)),
-        *("--config", str(CONFIG), "--data-path", f"{DATASET}_text_document", "--tokenizer", str(TOKENIZER)),
-        *(() if batch == training["global_batch_size"] else ("--global-batch-size", str(batch))),
-        *("--output-dir", str(RUN)),
-    )
-    tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER), "--overwrite")
-    dataset = ("--tokenizer", str(TOKENIZER), "--output-prefix", str(DATASET), "--append-eod", "--workers", "2")
-    sample = (str(RUN), "--prompt", PROMPT, "--temperature", "0.8", "--top-k", "40", "--seed", "1")
-    return [
-        Step(title="clear the run of an earlier quick start", words=("rm", "-rf", str(RUN))),
-        Step(title="collect a corpus: English from docstrings", words=(python, "tools/quickstart.py", "corpus")),
-        Step(title="train a tokenizer", words=(python, "tools/train_tokenizer.py", "--input", str(CORPUS), *tokenizer)),
-        Step(title="tokenize", words=(python, "tools/preprocess_data.py", "--input", str(CORPUS), *dataset)),
-        Step(
-            title=f"train on {layout.processes} {'GPU' if gpus else 'CPU'} {processes}",
-            words=train,
-            environment=(("OMP_NUM_THREADS", "1"),),
-        ),
-        Step(title="generate", words=(python, "tools/generate.py", *sample)),
-    ]
+    if gpus:
+        runs = {f"train on {gpus} GPU{'s' * (gpus > 1)}": train(layout_for(gpus), f"--output-dir {RUN}", training)}
+    else:
+        first = f"--micro-batch-size 2 --trace --exit-interval {FIRST_STEPS}"
+        parts = {
+            f"train: the first {FIRST_STEPS} steps on 8 processes": (layout_for(0), f"{RUN} {first}"),
+            "the same steps on one process, to compare losses": (Layout(tp=1, pp=1, dp=1), f"{ALONE} {first}"),
+            "train: the other steps on 2 processes": (Layout(tp=1, pp=1, dp=2), f"{RUN} --load auto"),
+        }
+        runs = {title: train(layout, f"--output-dir {flags}", training) for title, (layout, flags) in parts.items()}
+    return {
+        "clear the runs of an earlier quick start": f"rm -rf {RUN} {ALONE}",
+        "collect a corpus: English from docstrings": f"{python} tools/quickstart.py corpus",
+        "train a tokenizer": f"{python} tools/train_tokenizer.py --input {CORPUS} --model bpe "
+        f"--vocab-size {VOCAB_SIZE} --output {TOKENIZER} --overwrite",
+        "tokenize": f"{python} tools/preprocess_data.py --input {CORPUS} --tokenizer {TOKENIZER} "
+        f"--output-prefix {DATASET} --append-eod --workers 2",
+        **runs,
+        "write a page about the run": f"{python} tools/report.py {RUN}",
+        "generate": f"{python} tools/generate.py {RUN} --prompt '{PROMPT}' --max-new-tokens 80 --temperature 0.8 "
+        "--top-p 0.9 --seed 1",
+    }
 
 
 def _shown(path: Path) -> str:
     """A path as one types it in the repository's root; links stay links (a venv's python is one)."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-
-
-def _torchrun(python: str, processes: int) -> tuple[str, ...]:
-    script = Path(sys.executable).with_name("torchrun")
-    launcher = (_shown(script),) if script.exists() else (python, "-m", "torch.distributed.run")
-    return (*launcher, "--nproc-per-node", str(processes))
+    return shlex.quote(str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path))
 
 
 def source_files(root: Path) -> list[Path]:
@@ -204,69 +190,57 @@ def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def summary(directory: Path) -> str:
+def summary(run: Path, alone: Path) -> str:
     """How the loss fell, from the metrics that training wrote.
 
     Args:
-        directory: the run's output directory.
+        run: the run's output directory.
+        alone: that of the first steps on one process, if there was such a run.
     """
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    training = [record for record in records if "train/loss" in record]
-    evaluations = [record for record in records if "eval/loss" in record]
-    first, last = training[0], training[-1]
-    lines = [f"  training loss    {first['train/loss']:.3f} at step {first['step']}"]
-    lines[0] += f" -> {last['train/loss']:.3f} at step {last['step']} (guessing gives {math.log(VOCAB_SIZE):.3f})"
-    if evaluations:
-        lines.append(f"  validation loss  {evaluations[-1]['eval/loss']:.3f} (nats per token, on text it never saw)")
+    series: dict[str, list[float]] = {}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        for name, value in json.loads(line).items():
+            series.setdefault(name, []).append(value)
+    losses, rates = series["train/loss"], series["train/lr"]
+    lines = [
+        f"  loss           {losses[0]:.2f} {bars(losses)} {losses[-1]:.2f} over {series['step'][-1]:,} steps",
+        f"  learning rate       {bars(rates)}",
+    ]
+    if alone.exists():
+        one = json.loads((alone / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])["train/loss"]
+        lines.append(f"  same loss at step {FIRST_STEPS}: {losses[0]:.4f} on 8 processes, {one:.4f} on one")
+    if held_out := series.get("eval/loss"):
+        lines.append(f"  held-out loss  {held_out[-1]:.3f} nats per token (guessing gives {math.log(VOCAB_SIZE):.3f})")
     return "\n".join(lines)
 
 
-def run(step: Step, label: str) -> int:
-    """Print a command and run it; returns its exit status, 128 + the signal's number if a signal ended it."""
-    print(f"\n[{label}] {step.title}\n$ {step.line}", flush=True)
-    environment = os.environ | dict(step.environment)
-    status = subprocess.run(step.words, cwd=ROOT, env=environment, check=False).returncode
-    return status if status >= 0 else 128 - status
+def bars(values: Sequence[float]) -> str:
+    """A picture of numbers in one line: a block for each, higher where it is larger."""
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1))] for value in values)
 
 
 def run_all(gpus: int) -> int:
-    """Run every step; stop at the first that fails, with its status."""
+    """Print and run every command; stop at the first that fails, with its status."""
     started = time.monotonic()
-    commands = steps(gpus, _configured_training())
-    for number, step in enumerate(commands, start=1):
-        status = run(step, f"{number}/{len(commands)}")
-        if status:
-            print(f"\nquickstart: step {number} ({step.title}) ended with status {status}:", file=sys.stderr)
-            print(f"  {step.line}", file=sys.stderr)
-            return status
-    print(f"\ndone in {(time.monotonic() - started) / 60:.1f} minutes\n{summary(ROOT / RUN)}")
-    for path, what in _what_lies_where():
-        print(f"  {path:<36} {what}")
-    return 0
-
-
-def _configured_training() -> dict[str, int]:
     with (ROOT / CONFIG).open("rb") as file:
-        table: dict[str, int] = tomllib.load(file)["training"]
-    return table
-
-
-def _what_lies_where() -> list[tuple[str, str]]:
-    return [
-        (str(CORPUS), "the corpus, one document a line"),
-        (f"{TOKENIZER}/", "the tokenizer"),
-        (f"{DATASET}_text_document.bin, .idx", "the tokens and their index"),
-        (f"{RUN}/metrics.jsonl", "loss, gradient norm, speed and memory of every logged step"),
-        (f"{RUN}/config.toml", "the whole configuration; --config reads it back"),
-        (f"{RUN}/step_*/", "the trained weights (safetensors)"),
-    ]
+        commands = steps(gpus, tomllib.load(file)["training"])
+    for number, (title, line) in enumerate(commands.items(), start=1):
+        print(f"\n[{number}/{len(commands)}] {title}\n$ {line}", flush=True)
+        if status := subprocess.run(line, shell=True, cwd=ROOT, check=False).returncode:
+            print(f"\nquickstart: step {number} ({title}) ended with status {status}:\n  {line}", file=sys.stderr)
+            return status
+    print(f"\ndone in {(time.monotonic() - started) / 60:.1f} minutes\n{summary(ROOT / RUN, ROOT / ALONE)}")
+    print(f"{RUN}/report.html shows the curves and the pipeline; {RUN}/step_*/ has the weights.")
+    print(f"Next, train on your own text instead of {CORPUS}: docs/start/getting-started.md")
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
     """The whole quick start, or with `corpus` or `sources` a corpus alone; returns the exit status."""
     library = Path(sysconfig.get_paths()["stdlib"])
     if argv == ["corpus"]:
-        specs = [importlib.util.find_spec(name) for name in ("numpy", "torch")]
+        specs = [importlib.util.find_spec(name) for name in PACKAGES]
         packages = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
         return _report(CORPUS, *write_corpus([library, *packages], topics, ROOT / CORPUS))
     if argv == ["sources"]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import sys
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,31 +17,35 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from tests.unit.packaging_builds import ROOT
 from tools import quickstart
-from tools.quickstart import Step
 
-TRAINING = {"micro_batch_size": 4, "global_batch_size": 16}
-
-
+TRAINING = tomllib.loads((ROOT / quickstart.CONFIG).read_text())["training"]
 LAYOUTS = {0: (2, 2, 2), 1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 1, 3), 4: (2, 2, 1), 6: (2, 1, 3), 7: (1, 1, 7)}
 LAYOUTS |= {8: (2, 2, 2), 16: (2, 2, 4)}
 
 
 @pytest.mark.parametrize("gpus", [*range(17), 24])
-def test_the_layout_uses_every_gpu_and_the_configuration_accepts_it(gpus: int) -> None:
+def test_the_layout_uses_every_gpu_and_the_configuration_accepts_it(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads, blocks and batch of examples/quickstart.toml divide as the layout wants, by the trainer's own check."""
     layout = quickstart.layout_for(gpus)
-    assert layout.processes == layout.tp * layout.pp * layout.dp == (gpus or 8)
-    assert (layout.tp, layout.pp, layout.dp) == LAYOUTS.get(gpus, (layout.tp, layout.pp, layout.dp))
-    words = list(quickstart.steps(gpus, TRAINING)[4].words)
+    assert math.prod(layout) == (gpus or 8)
+    assert layout == LAYOUTS.get(gpus, layout)
+    runs = [line for line in quickstart.steps(gpus, TRAINING).values() if "pretrain_gpt.py" in line]
+    degrees = [check(shlex.split(line), monkeypatch) for line in runs]
+    assert degrees == ([layout] if gpus else [layout, (1, 1, 1), (1, 1, 2)])
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """The degrees of a training command that the trainer accepts."""
     flags = words[words.index("pretrain_gpt.py") + 1 :]
-    for name in ("--data-path", "--tokenizer"):  # files that are not there yet
-        del flags[flags.index(name) : flags.index(name) + 2]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WORLD_SIZE", layout.processes), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29500)):
-            patch.setenv(name, str(value))
-        patch.chdir(ROOT)
-        config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x", kind=Config)
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (layout.tp, layout.pp, layout.dp)
+    for name in ("--data-path", "--tokenizer", "--load"):  # files that are not there yet
+        if name in flags:
+            del flags[flags.index(name) : flags.index(name) + 2]
+    processes = words[words.index("--nproc-per-node") + 1]
+    for name, value in (("WORLD_SIZE", processes), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x", kind=Config)
+    return config.parallel.tp, config.parallel.pp, config.parallel.dp
 
 
 def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: Path) -> None:
@@ -60,15 +65,27 @@ def test_the_sources_are_every_readable_file_in_an_order_of_their_own(tmp_path: 
 def test_a_failing_step_gives_its_status_and_its_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failing = Step(title="break", words=(sys.executable, "-c", "import sys; sys.exit(7)"), environment=(("A", "b c"),))
-    never = Step(title="never", words=("touch", "/nonexistent/never"))
-    monkeypatch.setattr(quickstart, "steps", lambda gpus, training: [failing, never])
+    lines = {"break": "A='b c' sh -c 'exit 7'", "never": "touch /nonexistent/never"}
+    monkeypatch.setattr(quickstart, "steps", lambda gpus, training: lines)
     assert quickstart.run_all(0) == 7
     printed = capfd.readouterr()
     assert "[1/2] break\n$ A='b c' " in printed.out
     assert "step 1 (break) ended with status 7" in printed.err
     assert "never" not in printed.out
-    assert quickstart.run(Step(title="t", words=("sh", "-c", "kill -9 $$")), "1/1") == 137
+
+
+def test_the_summary_draws_the_loss_and_compares_the_first_steps(tmp_path: Path) -> None:
+    for name, losses in {"run": (8.0, 4.5, 4.0), "alone": (8.0,)}.items():
+        lines = [{"step": 20 * n, "train/loss": loss, "train/lr": 0.4 / n} for n, loss in enumerate(losses, start=1)]
+        lines.append({"step": 60, "eval/loss": 4.25})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert quickstart.summary(tmp_path / "run", tmp_path / "alone").splitlines() == [
+        "  loss           8.00 █▂▁ 4.00 over 60 steps",
+        "  learning rate       █▃▁",
+        "  same loss at step 20: 8.0000 on 8 processes, 8.0000 on one",
+        "  held-out loss  4.250 nats per token (guessing gives 8.318)",
+    ]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
