@@ -29,6 +29,7 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.train.planning import check_memory
 from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
+from megacore.train.survival import survival
 from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
 
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> int:
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
         computes_on_cpu=computes_on_cpu,
     )
+    if (status := survival().keep(config, argv, main)) is not None:
+        return status
     watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")

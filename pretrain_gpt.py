@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +27,7 @@ from megacore.commands.pretrain_gpt import read_config, train
 from megacore.config import ResolvedConfig
 from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
+from megacore.train.survival import survival
 from megacore.train.watchdog import watchdog
 from megacore.verify.rehearse import is_rehearsal, rehearse
 
@@ -50,6 +52,8 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = read_config(argv, prog=prog)
+    if (status := survival().keep(config, argv, partial(main, program=program, prog=prog))) is not None:
+        return status
     watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")

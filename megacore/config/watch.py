@@ -16,6 +16,11 @@ class WatchConfig(Section):
     hang_timeout_minutes: Annotated[float, Range(0, 10080)] = 5.0
     """Minutes without progress in a step, at least ten median steps, after which the watchdog ends the run as hung.
     Saves, evaluations and the first step may take longer (docs/guides/watching.md). 0: off."""
+    survive: bool = False
+    """Continues within seconds after ranks die, hang or return, on those that are there, from a copy of the state in
+    memory (docs/guides/failures.md)."""
+    survive_interval: Annotated[int, Range(1), Needs("survive")] = 1
+    """Steps between copies of the state in memory."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
     """Steps between bitwise comparisons of replicated weights and optimizer state, also made before each save. A
     difference stops the run with status 3. 0: off."""

@@ -19,6 +19,7 @@ from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh
 from megacore.remote import Location, location
+from megacore.train.survival import survival
 
 C = TypeVar("C", bound=ResolvedConfig)
 PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
@@ -32,17 +33,19 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
     cannot be written."""
     lock = _claim(config, mesh)
     try:
-        choice = choose_checkpoint(config, mesh.world)
+        resumed = survival().continued(config)
+        choice = choose_checkpoint(resumed, mesh.world)
         if mesh.world.is_first:
             for problem in choice.refused:
                 _warn(f"passed over a checkpoint: {problem}")
-            if config.checkpoint.load is None and not config.training.skip_train:
+            if resumed.checkpoint.load is None and not config.training.skip_train:
                 _tell_of_earlier(location(config.checkpoint_dir), keep_last=config.checkpoint.keep_last)
             settings = Path(config.training.output_dir) / "config.toml"
-            if not (config.training.skip_train and settings.exists()):  # an evaluation leaves those of the training
+            # An evaluation leaves those of the training, and what continues from memory those of its start.
+            if not (settings.exists() and (config.training.skip_train or resumed is not config)):
                 save_toml(config, settings)
         load = None if choice.directory is None else str(choice.directory)
-        yield dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+        yield dataclasses.replace(resumed, checkpoint=dataclasses.replace(resumed.checkpoint, load=load))
     finally:
         if lock is not None:
             lock.release()

@@ -26,6 +26,7 @@ from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
+from megacore.train.survival import survival
 from megacore.train.task import Task
 
 
@@ -81,7 +82,7 @@ class Trainer:
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self._owes_save = False
         self.clock = StepClock(mesh.device, self.step)
-        self.callbacks = Callbacks(self, [*observers().of_trainer(self), *callbacks])
+        self.callbacks = Callbacks(self, [*observers().of_trainer(self), *survival().callbacks(self), *callbacks])
         self.saving = Saving(config, mesh, callbacks=self.callbacks, loaded=load, updates=self.update.updates)
 
     @property

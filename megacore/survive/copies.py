@@ -1,0 +1,152 @@
+"""The state of a run in the memory of its node, as the ranks of each generation leave it and the keepers find it.
+
+    DIRECTORY/g3/slot-1/model-00002.0.safetensors   a rank's part of the weights, mapped into its memory
+    DIRECTORY/g3/slot-1/rank-00002.json             says which step the files of this rank hold, and their XXH3
+
+A rank writes its step into one of two slots by turns: first it takes the old record of the slot away, and the new one
+comes last, by a rename. So what is written half is never taken. A slot in which every rank has a record of the same
+step becomes an ordinary checkpoint by a manifest, and is loaded like any other, on any layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import FileEntry, verify
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of
+from megacore.errors import CheckpointError
+from megacore.files import replace_bytes, take_lock
+
+SLOTS = 2
+NO_SHA256 = "0" * 64  # memory is no archive: XXH3 alone is taken, at the speed of memory
+_PREFIX = "megacore-survive-"
+_GENERATION = re.compile(r"g(\d+)")
+_ENVIRONMENT = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A step of which every rank's part is there, and as it was written."""
+
+    step: int
+    directory: Path
+
+
+class NodeMemory:
+    """The memory of a job on this node. It is gone when the last keeper leaves; what a killed job has left, the next
+    keeper of this user removes. Raises OSError where it cannot be made."""
+
+    def __init__(self, environment: Mapping[str, str], output_dir: str, rank: int) -> None:
+        alone = str(os.getpid()) if environment.get("WORLD_SIZE", "1") == "1" else ""
+        shared = [environment.get(name, "") for name in _ENVIRONMENT]
+        key = hashlib.sha256(json.dumps([*shared, os.path.abspath(output_dir), alone]).encode()).hexdigest()[:16]
+        self.path = _base() / f"{_PREFIX}{os.getuid()}-{key}"
+        for other in _base().glob(f"{_PREFIX}{os.getuid()}-*"):
+            if other != self.path and not _is_kept(other):
+                shutil.rmtree(other, ignore_errors=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._lock = self.path / f"keeper-{rank}.lock"
+        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
+
+    def leave(self) -> None:
+        """This keeper needs the memory no more."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+            self._lock.unlink()
+        if not _is_kept(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def newest(self) -> tuple[Whole | None, list[str]]:
+        """The newest step that is whole, with its manifest written, or None; and what is wrong with newer ones."""
+        problems = []
+        for step, directory, records in sorted(self._candidates(), key=lambda found: found[:2], reverse=True):
+            if problem := _problem(step, directory, records):
+                problems.append(problem)
+                continue
+            replace_bytes(directory / MANIFEST_NAME, _manifest(records).encode(), durable=False)
+            return Whole(step=step, directory=directory), problems
+        return None, problems
+
+    def _candidates(self) -> Iterator[tuple[int, Path, list[dict[str, Any]]]]:
+        """The slots that hold anything, each with its records of the newest step in it."""
+        for directory in self.path.glob("g*/slot-*"):
+            records: list[dict[str, Any]] = []
+            for path in sorted(directory.glob("rank-*.json")):
+                with contextlib.suppress(OSError, ValueError):
+                    records.append(json.loads(path.read_bytes()))
+            if records:
+                step = max(record["step"] for record in records)
+                yield step, directory, [record for record in records if record["step"] == step]
+
+
+def remove_older(directory: Path, generation: int) -> None:
+    """Remove what generations before this one have left in a node's memory: this one has a whole step by now."""
+    for path in directory.glob("g*"):
+        if (found := _GENERATION.fullmatch(path.name)) and int(found[1]) < generation:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _base() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _is_kept(directory: Path) -> bool:
+    """Whether a keeper of this memory lives."""
+    for path in directory.glob("keeper-*.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                take_lock(descriptor)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+    return False
+
+
+def _problem(step: int, directory: Path, records: list[dict[str, Any]]) -> str | None:
+    """Why a slot is no whole step; None where it is one."""
+    if len(records) < (ranks := records[0]["ranks"]):
+        return f"step {step} is there of {len(records)} of {ranks} ranks"
+    entries = {name: FileEntry(**entry) for record in records for name, entry in record["files"].items()}
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
+            list(threads.map(lambda name: verify(directory / name, entries[name]), entries))
+    except CheckpointError as error:
+        return f"step {step}: {error}"
+    return None
+
+
+def _manifest(records: list[dict[str, Any]]) -> str:
+    """One manifest from what all ranks say."""
+    head = {name: value for name, value in records[0].items() if name not in ("ranks", "files", "tensors")}
+    files: dict[str, FileEntry] = {}
+    tables: dict[str, dict[str, TensorEntry]] = {"model": {}}
+    for record in records:
+        files |= {name: FileEntry(**entry) for name, entry in record["files"].items()}
+        for kind, table in record["tensors"].items():
+            for name, entry in table.items():
+                new = TensorEntry(shape=entry["shape"], dtype=entry["dtype"], pieces=[])
+                there = tables.setdefault(kind, {}).setdefault(name, new)
+                there.pieces.extend(Piece(**piece) for piece in entry["pieces"])
+    config = next(record["config"] for record in records if record["config"])  # the first rank's alone has one
+    facts = {**head, "config": config, "files": files, "tensors": tables, "schema": schema_of(tables)}
+    return Manifest(**facts).to_json()

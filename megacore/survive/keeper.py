@@ -1,0 +1,297 @@
+"""The keeper: the process that the launcher starts, whose child trains. It loads what training loads, computes nothing,
+and has no threads of its own, so that a fork of it is a rank that is ready within milliseconds. Its life goes in
+generations: the keepers meet and agree on a plan, their children train, and when one of these dies, is stopped or hangs
+all are ended and the keepers meet again. A launcher that ends a node with its first process never sees a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from megacore import has_ring
+from megacore.config import ResolvedConfig
+from megacore.config.messages import counted, ranks_in_words
+from megacore.config.spelling import flag
+from megacore.errors import EXIT_HUNG
+from megacore.survive.copies import NodeMemory
+from megacore.survive.layouts import layout_for
+from megacore.survive.meeting import BEAT_SECONDS, Meeting, Plan
+from megacore.train.peers import HANDLED
+from megacore.train.stopping import prepare_signals
+
+Train = Callable[[Plan, int], int]
+_LOADED = (  # by training, sooner or later
+    *("commands.lr_range", "observe.for_training", "plan.for_training", "survive.writer"),
+    *("watch.for_training", "watch.start", "watch.stragglers"),
+    *(f"train.{name}" for name in ("bert_task", "gpt_task", "launch", "trainer")),
+)
+_SECONDS_STOPPED = 1.0  # that a child may be stopped
+_SECONDS_FOR_A_CAUSE = 3.0  # that another keeper has to say why a child failed, if that was only an echo
+_SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_QUESTIONS = 0.02, 0.1
+_MOST_TRIES = 5  # generations that begin at the same step
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+EXIT_FAILED = 1
+
+
+class Child:
+    """A process that trains."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status: int | None = None  # its exit status, as of subprocess, once it has ended
+        self.ended = 0.0  # when that was seen
+        self.stopped: float | None = None  # since when it is stopped
+
+    def look(self) -> None:
+        """See what has become of it; one that stays stopped is ended."""
+        if self.status is not None:
+            return
+        pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+            self.status, self.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+            self.kill()  # what it has started
+        elif pid:
+            self.stopped = time.monotonic() if os.WIFSTOPPED(status) else None
+        elif self.stopped is not None and time.monotonic() - self.stopped > _SECONDS_STOPPED:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it with all that it has started."""
+        for end in (os.killpg, os.kill) if self.status is None else (os.killpg,):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(self.pid, signal.SIGKILL)
+
+    def failure(self) -> str | None:
+        """How it has ended, if another one may do better; None: it has not, or has said why."""
+        if self.status is None or (self.status >= 0 and self.status != EXIT_HUNG):
+            return None
+        if self.stopped is not None:
+            return "was stopped, and is ended"
+        return "was ended as hung" if self.status == EXIT_HUNG else f"was ended by {_name(-self.status)}"
+
+
+class Keeper:
+    """Keeps this process's part of a run. `train`: what a child does with a plan, and the number of the generation;
+    returns its exit status."""
+
+    def __init__(self, config: ResolvedConfig, train: Train) -> None:
+        self._config, self._train = config, train
+        for name in ("torch._dynamo", *(f"megacore.{name}" for name in _LOADED if has_ring(name.partition(".")[0]))):
+            importlib.import_module(name)
+        gc.freeze()  # the collector would touch, and so copy, the pages that children share
+        self.memory = NodeMemory(os.environ, config.training.output_dir, int(os.environ.get("RANK", "0")))
+        self._meeting = Meeting()
+        self._child: Child | None = None
+        self._signal = 0  # that asks the run to end
+
+    def run(self) -> int:
+        """Keep the run until it ends; its exit status."""
+        before = {number: signal.signal(number, self._pass_on) for number in HANDLED}
+        status: int | None = None
+        try:
+            generation, current = 0, self._meeting.generation()
+            if current is not None:  # the run goes on without this keeper
+                status, generation = self._meeting.status(current), current + 1
+                if status is None:
+                    self._meeting.end(current, f"rank {self._meeting.rank} is back")
+            while status is None:
+                plan = self._agreed(generation)
+                if plan is None:
+                    status = 128 + self._signal
+                elif plan.refused:
+                    status = EXIT_FAILED
+                else:
+                    status = self._lived(generation, plan)
+                generation += 1
+            self._meeting.leave()
+        except RuntimeError as error:
+            self._end_child()
+            if status is None:
+                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                _say(f"rank {self._meeting.rank} lost the job's store at {where}, where the keepers meet: {error}")
+                status = EXIT_FAILED
+        finally:
+            self.memory.leave()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return status
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """What the launcher tells this process is for its child."""
+        self._signal = self._signal or (number if number != signal.SIGUSR1 else 0)
+        if self._child is not None and self._child.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, number)
+
+    def _pause(self) -> None:
+        self._meeting.beat()
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    # ---- agreeing
+
+    def _agreed(self, generation: int) -> Plan | None:
+        """The plan of a generation, which the lowest of those that are there makes when nobody else is to come; None: a
+        signal asks the run to end."""
+        meeting = self._meeting
+        known = meeting.present(generation - 1) if generation else {}
+        meeting.enter(generation)
+        while True:
+            if self._signal:
+                return None
+            if (plan := meeting.plan(generation)) is not None:
+                return plan
+            present = meeting.present(generation)
+            others = [rank for rank in range(meeting.size) if rank != meeting.rank]
+            # At the start all are waited for: to load torch takes one longer than another.
+            lost = meeting.lost(others, {**known, **present}) if generation else []
+            here = sorted(set(present) - set(lost))
+            if len(here) + len(lost) >= meeting.size and here[0] == meeting.rank:
+                meeting.propose(generation, self._planned(generation, here))
+            self._pause()
+
+    def _planned(self, generation: int, here: list[int]) -> Plan:
+        if generation == 0:
+            return Plan(present=here, members=here, flags=[])
+        before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
+        assert before is not None and over is not None
+        cause, at = over["cause"], over["at"]
+        found, problems = self.memory.newest()
+        step = found.step if found else 0
+        tries = before.tries + 1 if step == before.step and "is back" not in cause else 0
+        degrees = layout_for(self._config, len(here))
+        ended = Plan(present=here, members=[], flags=[], cause=cause)
+        if degrees is None:
+            return self._refused(ended, f"{counted(len(here), 'rank')} cannot train this model with this batch")
+        if tries > _MOST_TRIES:
+            return self._refused(ended, f"{tries} generations have failed after step {step}: {cause}")
+        ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+        layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
+        for problem in problems:
+            _say(f"in memory, {problem}")
+        source = f"step {step} in memory" if found else "the newest checkpoint on disk: memory has no whole step"
+        _say(f"{cause}: {counted(ranks, 'rank')} ({layout}) continue from {source}")
+        return Plan(
+            present=here,
+            members=here[:ranks],
+            flags=[word for name, degree in degrees.items() for word in (flag(name), str(degree))],
+            load=None if found is None else str(found.directory),
+            step=step,
+            tries=tries,
+            cause=cause,
+            at=at,
+        )
+
+    def _refused(self, plan: Plan, why: str) -> Plan:
+        _say(f"{plan.cause}, and the run ends: {why}; --load auto continues from the newest checkpoint on disk")
+        return Plan(**{**vars(plan), "refused": why})
+
+    # ---- a generation
+
+    def _lived(self, generation: int, plan: Plan) -> int | None:
+        """Let a child train, if the plan has one here, until the generation is over; the exit status of the run, if it
+        is over too."""
+        meeting, known, child = self._meeting, self._meeting.present(generation), None
+        if meeting.rank in plan.members:
+            child = self._child = Child(self._started(plan, generation))
+        elif meeting.rank not in plan.present:
+            meeting.end(generation, f"rank {meeting.rank} is back")
+        # Each watches the one before it: of several that are lost together, one is missed.
+        watched = [rank for rank in (*plan.present, *plan.present) if rank != meeting.rank]
+        watched = [max((rank for rank in watched if rank < meeting.rank), default=max(watched, default=0))]
+        asked = looked = time.monotonic()
+        while True:
+            self._pause()
+            now, is_over = time.monotonic(), False
+            if child is not None and child.status is None:
+                child.look()
+                if child.status == 0 or (child.status is not None and self._signal):
+                    meeting.finish(generation, child.status)  # it is done, or had nothing to save yet
+                elif how := child.failure():
+                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}")
+            has_ended = child is not None and child.status is not None
+            if has_ended or now - asked > _SECONDS_BETWEEN_QUESTIONS:
+                asked, is_over = now, meeting.is_over(generation)
+            if is_over:
+                status = meeting.status(generation)
+                if status != 0 or child is None or has_ended:  # else it is about to be done as well
+                    self._end_child()
+                    return status
+            if now - looked > BEAT_SECONDS:
+                looked = now
+                if meeting.size > 1 and (lost := meeting.lost(watched, known)):
+                    meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost")
+            if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
+                meeting.finish(generation, child.status or 0)  # it was no echo, and would come again
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.status is None:
+            child.kill()
+            while child.status is None:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                child.look()
+
+    def _started(self, plan: Plan, generation: int) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the store's, which a child does not use
+            child = os.fork()
+        if child:
+            return child
+        try:
+            self._become(plan, generation, parent)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _become(self, plan: Plan, generation: int, parent: int) -> NoReturn:
+        """Train, in the child."""
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(EXIT_FAILED)
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        prepare_signals()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        size = len(plan.members)
+        os.environ |= {
+            "RANK": str(plan.members.index(self._meeting.rank)),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RESTART_COUNT": f"{attempt}-{generation}",
+        }
+        if self._meeting.size > 1:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(
+                True
+            )  # a keeper's, or the launcher's: never this process's
+        status = self._train(plan, generation)
+        importlib.import_module("megacore.train.launch").exit_with(status)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of real time
+        return f"signal {number}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"megacore: survive: {text}", file=sys.stderr, flush=True)

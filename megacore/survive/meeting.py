@@ -1,0 +1,151 @@
+"""Where the keepers of a job meet: the store of its launcher. What they write is of one generation, the ranks from one
+failure to the next: who is there, who is to train on what (the plan), and why it is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megacore.config.nodes import launcher_number
+
+BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 4.0  # after which a keeper that gave a sign every second is lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a generation does."""
+
+    present: list[int]  # the keepers that have met
+    members: list[int]  # those whose children train, by rank
+    flags: list[str]  # that the children get after those of the run
+    load: str | None = None  # the checkpoint in memory; None: the run's own, as at a start
+    step: int = 0  # that it continues after
+    tries: int = 0  # generations before this one that began at the same step
+    cause: str = ""  # why there is a new generation; empty at the start
+    at: float = 0.0  # when that was noticed, as time.time
+    refused: str = ""  # why the run ends instead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """A keeper, as the others know it."""
+
+    host: str
+    pid: int
+
+
+class Meeting:
+    """This keeper's part in the meetings of a job. Every method raises RuntimeError where the store is lost."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, low=1)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Where there is no launcher with a store, the first keeper serves one.
+        self._serves = self.size > 1 and self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        self._store: Any = dist.PrefixStore(f"megacore/survive/{attempt}", _store(self.size, serves=self._serves))
+        self._host = socket.gethostname()
+        self._beats: dict[int, tuple[bytes, float]] = {}  # of others: the last, and when it was new here
+        self._beat, self._beaten = 0, 0.0
+
+    def beat(self) -> None:
+        """Give a sign of life, once a second."""
+        if time.monotonic() - self._beaten > BEAT_SECONDS:
+            self._beat, self._beaten = self._beat + 1, time.monotonic()
+            self._store.set(f"beat/{self.rank}", str(self._beat))
+
+    def generation(self) -> int | None:
+        """The newest generation that has a plan; None: none has."""
+        return int(self._store.get("generation")) if self._store.check(["generation"]) else None
+
+    def enter(self, generation: int) -> None:
+        """This keeper is ready for a generation: its child of the one before is gone."""
+        self._put(generation, f"present/{self.rank}", asdict(Presence(host=self._host, pid=os.getpid())))
+
+    def present(self, generation: int) -> dict[int, Presence]:
+        """The keepers that are ready for it."""
+        found = {rank: self._got(generation, f"present/{rank}") for rank in range(self.size)}
+        return {rank: Presence(**content) for rank, content in found.items() if content is not None}
+
+    def propose(self, generation: int, plan: Plan) -> None:
+        """Make this the plan, unless there is one."""
+        self._first(generation, "plan", asdict(plan))
+        self._store.set("generation", str(generation))
+
+    def plan(self, generation: int) -> Plan | None:
+        content = self._got(generation, "plan")
+        return None if content is None else Plan(**content)
+
+    def end(self, generation: int, cause: str) -> bool:
+        """Say that a generation is over; whether this keeper was the first."""
+        is_first = self._first(generation, "over", {"cause": cause, "at": time.time(), "by": self.rank})
+        self._store.set(f"{generation}/news", "1")
+        return is_first
+
+    def is_over(self, generation: int) -> bool:
+        """Whether the generation, or the run with it, is over."""
+        return bool(self._store.check([f"{generation}/news"]))
+
+    def over(self, generation: int) -> dict[str, Any] | None:
+        """Why a generation is over, and when that was noticed; None: it is not."""
+        return self._got(generation, "over")
+
+    def finish(self, generation: int, status: int) -> None:
+        """Say that the run ends with a generation, with this exit status."""
+        self._first(generation, "status", {"status": status})
+        self._store.set(f"{generation}/news", "1")
+
+    def status(self, generation: int) -> int | None:
+        """The exit status that the run ends with; None: it does not."""
+        content = self._got(generation, "status")
+        return None if content is None else int(content["status"])
+
+    def leave(self) -> None:
+        """This keeper goes; one that serves the store waits for the others."""
+        self._store.set(f"left/{self.rank}", "1")
+        waiting = [rank for rank in range(self.size) if rank != self.rank] if self._serves else []
+        known = self.present(self.generation() or 0)
+        while waiting := [
+            rank for rank in waiting if not self._store.check([f"left/{rank}"]) and not self.lost([rank], known)
+        ]:
+            time.sleep(0.05)
+
+    def lost(self, ranks: Sequence[int], known: dict[int, Presence]) -> list[int]:
+        """Those of some keepers that are gone: on this machine their process is, on others they give no sign."""
+        return [rank for rank in ranks if self._is_lost(rank, known.get(rank))]
+
+    def _is_lost(self, rank: int, known: Presence | None) -> bool:
+        if known is not None and known.host == self._host and not os.path.exists(f"/proc/{known.pid}"):
+            return True
+        key, now = f"beat/{rank}", time.monotonic()
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        if rank not in self._beats or self._beats[rank][0] != beat:
+            self._beats[rank] = beat, now
+        return now - self._beats[rank][1] > _SILENT_SECONDS
+
+    def _put(self, generation: int, key: str, content: Any) -> None:
+        self._store.set(f"{generation}/{key}", json.dumps(content))
+
+    def _got(self, generation: int, key: str) -> Any:
+        name = f"{generation}/{key}"
+        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+
+    def _first(self, generation: int, key: str, content: Any) -> bool:
+        own = json.dumps(content)
+        return bool(self._store.compare_set(f"{generation}/{key}", "", own).decode() == own)
+
+
+def _store(size: int, *, serves: bool) -> dist.Store:
+    """The store of the job; alone a keeper needs none."""
+    if size == 1:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], launcher_number("MASTER_PORT", low=1)
+    return dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, timeout=timedelta(minutes=5))

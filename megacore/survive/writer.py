@@ -1,0 +1,247 @@
+"""Keeps a rank's part of the state in the memory of its node, after each update: a copy into mapped files, their XXH3,
+and a record (copies.py). Nothing is gathered: what ZeRO divides, each rank writes as it has it, in at most a few
+rectangular blocks per parameter; replicas of the same share their writing out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megacore.checkpoint.manifest import Manifest, sections_as_dicts
+from megacore.checkpoint.state import BUFFERS, WEIGHTS, TrainingState, spec_of_state
+from megacore.checkpoint.tensor_file import NAMES
+from megacore.checkpoint.tensor_header import header_of
+from megacore.config.optimizers import StateKind
+from megacore.errors import StorageError
+from megacore.files import replace_bytes
+from megacore.parallel.mesh import Mesh, ReplicaRole
+from megacore.parallel.sharding import ShardSpec, Slices
+from megacore.survive.copies import NO_SHA256, SLOTS, remove_older
+from megacore.survive.meeting import Plan
+from megacore.train.callbacks import Callback, Run
+from megacore.train.step import StepResult
+from megacore.train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A rectangular part of a global tensor, as this rank has it."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]  # of the global tensor
+    where: Slices  # in it
+    number: int  # of the blocks of this tensor on this rank: a file holds one of a name
+    tensor: Tensor
+
+
+class StateInMemory(Callback):
+    """Writes the state of a trainer into `directory`, that of a node's memory, every `interval` steps. `generation`: of
+    the run, whose older ones are removed once this one has a whole step."""
+
+    def __init__(self, trainer: Trainer, directory: Path, generation: int, interval: int) -> None:
+        self._trainer, self._interval, self._written = trainer, interval, 0
+        self._memory, self._generation = directory, generation
+        self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
+        self._files: list[dict[str, mmap.mmap]] = [{} for _ in range(SLOTS)]
+        self._targets: list[list[Tensor]] = [[] for _ in range(SLOTS)]
+        self._tables = ""
+        self.seconds = 0.0  # that it has taken so far
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        """Keep the state after the last step. Only now: what was logged, evaluated and saved of that step is done, so
+        that a run which continues from here repeats nothing of it."""
+        trainer = self._trainer
+        # A state whose last steps were skipped is not complete without what the run knows of them.
+        if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row:
+            return
+        begun = time.monotonic()
+        self._write(trainer.state())
+        if self._written == SLOTS and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            remove_older(self._memory, self._generation)  # every rank has written the first: it took part in a step
+        self.seconds += time.monotonic() - begun
+
+    @torch.no_grad()
+    def _write(self, state: TrainingState) -> None:
+        mesh, number = self._trainer.mesh, self._written % SLOTS
+        slot, record = self._slots[number], f"rank-{mesh.world.rank:05d}.json"
+        (slot / record).unlink(missing_ok=True)
+        blocks = list(blocks_of(state, mesh))
+        if not self._targets[number]:
+            self._map(slot, number, blocks)
+        for block, target in zip(blocks, self._targets[number], strict=True):
+            target.copy_(block.tensor)
+        digests = {name: xxhash.xxh3_128(memory).hexdigest() for name, memory in self._files[number].items()}
+        files = {
+            name: {"bytes": len(memory), "sha256": NO_SHA256, "xxh3_128": digests[name]}
+            for name, memory in self._files[number].items()
+        }
+        manifest = asdict(
+            Manifest(
+                step=state.step,
+                consumed_samples=state.consumed_samples,
+                counters=state.counters,
+                series=state.series,
+                topology=dict(mesh.degrees),
+                config=sections_as_dicts(self._trainer.config) if mesh.world.is_first else {},
+            )
+        )
+        del manifest["tensors"]
+        text = json.dumps({**manifest, "files": files, "ranks": mesh.world.size})
+        replace_bytes(slot / record, f'{text[:-1]}, "tensors": {self._tables}}}'.encode(), durable=False)
+        self._written += 1
+
+    def _map(self, slot: Path, number: int, blocks: list[Block]) -> None:
+        """Make the files of a slot, with room in memory, and find where each block goes. Raises StorageError where
+        there is not enough."""
+        rank, tables = self._trainer.mesh.world.rank, dict[str, dict[str, object]]()
+        files: dict[str, list[Block]] = {}
+        for block in blocks:
+            file = f"{block.kind}-{rank:05d}.{block.number}.safetensors"
+            files.setdefault(file, []).append(block)
+            entry = tables.setdefault(block.kind, {}).setdefault(
+                block.name,
+                {"shape": list(block.shape), "dtype": str(block.tensor.dtype).removeprefix("torch."), "pieces": []},
+            )
+            entry["pieces"].append(  # type: ignore[index]
+                {"file": file, "start": [a for a, _ in block.where], "stop": [b for _, b in block.where]}
+            )
+        slot.mkdir(parents=True, exist_ok=True)
+        targets: dict[tuple[str, str, int], Tensor] = {}
+        for file, members in files.items():
+            shapes = {b.name: (NAMES[b.tensor.dtype], tuple(b.tensor.shape)) for b in members}
+            head, size = header_of(shapes), sum(block.tensor.nbytes for block in members)
+            memory = _room(slot / file, head, len(head) + size)
+            self._files[number][file], at = memory, len(head)
+            for block in members:
+                flat = torch.frombuffer(memory, dtype=block.tensor.dtype, count=block.tensor.numel(), offset=at)
+                targets[block.kind, block.name, block.number] = flat.view(block.tensor.shape)
+                at += block.tensor.nbytes
+        self._targets[number] = [targets[block.kind, block.name, block.number] for block in blocks]
+        self._tables = json.dumps(tables)
+
+
+def _room(path: Path, head: bytes, size: int) -> mmap.mmap:
+    """A new file in memory, mapped. Its room is taken now: a page that does not come later would end the process."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        os.write(descriptor, head)
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise StorageError(
+            f"--survive keeps two copies of the state in {path.parents[2]}, which has no room for {size:,} bytes more "
+            f"({error.strerror}): leave --survive out, or give /dev/shm more memory (mount -o remount,size=...)"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def blocks_of(state: TrainingState, mesh: Mesh) -> Iterator[Block]:
+    """What this rank writes of a state: together the ranks write every element once."""
+    loads: dict[ReplicaRole, list[int]] = {}  # elements that each of the ranks that have the same writes
+    for local in state.data_parallel.segments:
+        spec, bucket = local.spec, local.bucket
+        role = spec.replica_role
+        if not spec.is_counted_by(mesh) or local.segment.start == local.segment.stop:
+            continue
+        alike = mesh.replica_group(role) if bucket.options.stage == 0 else mesh.across_group(role)
+        load = loads.setdefault(role, [0] * alike.size)
+        for kind in (WEIGHTS, *state.optimizer.kinds):
+            if not kind.exists(whole=local.spec.name in bucket.unsplit):
+                continue
+            writer = load.index(min(load))
+            load[writer] += local.segment.stop - local.segment.start
+            if writer != alike.rank:
+                continue
+            values = local.master if kind is WEIGHTS else state.optimizer.values(local, kind.name)
+            if values is None and kind.first == "weights":
+                values = local.master
+            if kind.per != "element":
+                of_state = spec_of_state(kind, spec)
+                if values is None:
+                    values = torch.zeros(math.prod(of_state.shape), dtype=getattr(torch, kind.dtype))
+                whole = values.reshape(-1)[: math.prod(of_state.shape)].view(of_state.shape)
+                yield Block(
+                    kind=kind.name, name=spec.name, shape=of_state.shape, where=of_state.slices, number=0, tensor=whole
+                )
+                continue
+            shape = next(tuple(p.shape) for p in bucket.parameters if p.spec.name == spec.name)
+            if values is None:
+                values = torch.zeros(local.segment.stop - local.segment.start, dtype=getattr(torch, kind.dtype))
+            yield from _cut(kind, spec, shape, values.reshape(-1), local.segment.start)
+    replicas = mesh.replicas
+    if mesh.layer.is_first and mesh.copies.is_first and replicas.is_first:
+        for name, buffer in state.buffers.items():
+            if buffer.numel():
+                where = tuple((0, size) for size in buffer.shape)
+                yield Block(kind=BUFFERS, name=name, shape=tuple(buffer.shape), where=where, number=0, tensor=buffer)
+
+
+def _cut(kind: StateKind, spec: ShardSpec, shape: tuple[int, ...], values: Tensor, start: int) -> Iterator[Block]:
+    """The blocks of consecutive elements, from `start` on, of a local tensor of a shape, without its padding."""
+    number = 0
+    for first, last in rectangles(shape, start, start + len(values)):
+        sizes = [b - a for a, b in zip(first, last, strict=True)]
+        part = values[: math.prod(sizes)].view(sizes)
+        values = values[math.prod(sizes) :]
+        stops = [min(b, size) for b, size in zip(last, spec.local_shape, strict=True)]
+        if any(a >= b for a, b in zip(first, stops, strict=True)):
+            continue  # nothing but padding
+        origin = [a for a, _ in spec.slices]
+        where = tuple((o + a, o + b) for o, a, b in zip(origin, first, stops, strict=True))
+        kept = part[tuple(slice(b - a) for a, b in zip(first, stops, strict=True))]
+        yield Block(kind=kind.name, name=spec.name, shape=spec.shape, where=where, number=number, tensor=kept)
+        number += 1
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The elements [start, stop) of a tensor, in order, as blocks: the first index of each, and one past the last."""
+    if not shape:
+        yield [], []
+        return
+    row = math.prod(shape[1:])
+    rest = list(shape[1:])
+    while start < stop:
+        number, within = divmod(start, row)
+        if within or stop - start < row:  # a part of one row
+            end = min(stop, (number + 1) * row)
+            for first, last in rectangles(shape[1:], within, end - number * row):
+                yield [number, *first], [number + 1, *last]
+        else:
+            end = stop // row * row
+            yield [number, *[0] * len(rest)], [end // row, *rest]
+        start = end
+
+
+class Recovery(Callback):
+    """Says what the failure before this generation has cost, after its first step. `plan`: of the generation."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._begun = plan, time.time()
+        self._is_due = bool(plan.cause)
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        if self._is_due:
+            self._begun = time.time()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if not self._is_due:
+            return
+        self._is_due, now = False, time.time()
+        start, total = self._begun - self._plan.at, now - self._plan.at
+        run.emit("recovery", cause=self._plan.cause, seconds=total, seconds_to_start=start, ranks=run.mesh.world.size)
+        run.say(f"  {'recovered':<10}in {total:.1f} s, of which {now - self._begun:.1f} s are step {result.step}")

@@ -1,0 +1,46 @@
+"""What a run asks of `--survive`: to be kept by processes that outlive its failures, and where it continues after one.
+`megacore.survive` is optional: a tree without it refuses the flag. This module alone knows where it is, and loads no
+torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from megacore import has_ring
+from megacore.config import ResolvedConfig
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.train.callbacks import Callback
+    from megacore.train.trainer import Trainer
+
+C = TypeVar("C", bound=ResolvedConfig)
+
+
+class Survival:
+    """What a run asks, with the answers of a tree that cannot survive."""
+
+    def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
+        """Start the training in a child of this process, again after each failure that can be survived; the exit status
+        of the run, or None: this process is to train by itself. `train`: with these flags. Raises ConfigError where the
+        run cannot be kept."""
+        if config.watch.survive:
+            raise ConfigError(["--survive needs megacore/survive, which is not installed: leave it out"])
+        return None
+
+    def continued(self, config: C) -> C:
+        """The configuration with what the run continues from after a failure as --load; itself at the start."""
+        return config
+
+    def callbacks(self, trainer: Trainer) -> list[Callback]:
+        """What keeps the state in memory."""
+        return []
+
+
+def survival() -> Survival:
+    """That of `megacore.survive`, where it is installed."""
+    if not has_ring("survive"):
+        return Survival()
+    return cast(Survival, importlib.import_module("megacore.survive.for_training").SURVIVAL)
