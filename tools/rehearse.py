@@ -2,6 +2,7 @@
 
     python tools/rehearse.py bash train.sh               # at most 8 processes
     python tools/rehearse.py --processes 4 torchrun --nnodes 48 --nproc-per-node 8 pretrain_gpt.py ...
+    python tools/rehearse.py --failures 20 torchrun --nproc-per-node 4 pretrain_gpt.py --survive ...
 
 The script finds this tool in place of torchrun, deepspeed, srun, mpirun and python: where one of them starts
 pretrain_gpt.py or pretrain_bert.py, also those of Megatron-LM, megacore's own starts with --rehearse, as rank 0 of the
@@ -11,6 +12,7 @@ processes that the launcher would have started. See docs/guides/coming-from-mega
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import itertools
 import os
@@ -25,6 +27,7 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore import has_ring
 from megacore.commands.plan import ENTRIES
 from megacore.commands.tool import EXIT_FAILED, ToolParser, positive, run_tool
 from megacore.errors import UserError
@@ -58,13 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"start at most N processes at a time. Default: {PROCESSES}.",
     )  # fmt: skip
     parser.add_argument(
+        "--failures", type=positive, metavar="N",
+        help="run the command as it is, with --survive: kill and stop ranks at random N times, and print what a "
+        "failure costs. See docs/guides/failures.md.",
+    )  # fmt: skip
+    parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="launch script, as in bash train.sh"
     )
     status = 0
 
     def run(given: argparse.Namespace) -> None:
         nonlocal status
-        status = _run(given.command, given.processes)
+        status = _run(given.command, given.processes) if given.failures is None else _fail(given)
 
     return run_tool(parser, words, run) or status
 
@@ -87,6 +95,17 @@ def _run(command: Sequence[str], processes: int) -> int:
             raise UserError(
                 f"{command[0]}: {error.strerror}: give a command, as in rehearse.py bash train.sh"
             ) from None
+
+
+def _fail(given: argparse.Namespace) -> int:
+    """Run a command with failures; returns its exit status."""
+    if not has_ring("survive"):
+        raise UserError("--failures needs megacore/survive, which is not installed: leave it out")
+    if not given.command:
+        raise UserError("no command is given: name one, as in rehearse.py --failures 5 torchrun ... --survive")
+    module = importlib.import_module("megacore.survive.rehearse")
+    status: int = module.rehearse_failures(given.command, given.failures)
+    return status
 
 
 def _in_place_of(launcher: str, words: Sequence[str]) -> int:

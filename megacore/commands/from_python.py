@@ -54,6 +54,8 @@ def pretrain_gpt(
     Raises ConfigError (a ValueError) with everything that is wrong with them; TrainingStopped where the run diverges.
     """
     config = read_config(_words(settings), prog="pretrain_gpt.py", exits=False)
+    if config.watch.survive:
+        raise ConfigError(["survive keeps the processes of a program: use python pretrain_gpt.py --survive"])
     set_torch_defaults()
     kept, job = _Records(), Job()
     with _signal_handlers_kept():

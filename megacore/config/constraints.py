@@ -682,6 +682,15 @@ COMPRESSION_RULES: Sequence[Rule] = (
     ),
 )
 
+SURVIVAL_RULES: Sequence[Rule] = (
+    Excludes("survive skip_train", "{0} has no effect with {1}", OUT),
+    Excludes("survive ledger", "{0} takes a step again after a failure, and {1} does not know of it yet"),
+    Excludes("survive on_spike=rollback", "{0} does not join {1} yet", use("on_spike", "skip"), OUT),
+    Excludes("survive grad_reduce_compression", "{0} does not keep the errors of {1} yet"),
+    Excludes("survive optimizer=onebitadam", "{0} does not keep the errors of {1} yet", use("optimizer", "adamw"), OUT),
+    Excludes("survive optimizer=onebitlamb", "{0} does not keep the errors of {1} yet", use("optimizer", "lamb"), OUT),
+)
+
 RULES: Sequence[Rule] = (
     *EXPERT_RULES,
     *REPRODUCIBLE_RULES,
@@ -693,5 +702,6 @@ RULES: Sequence[Rule] = (
     *DURATION_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,
+    *SURVIVAL_RULES,
 )
 """Those of every entry point, in the order in which they are named."""

@@ -38,6 +38,7 @@ _ENVIRONMENT = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _THREADS = 4
+_NOTE = 4096  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,15 @@ class NodeMemory:
             if other != self.path and not _is_kept(other):
                 shutil.rmtree(other, ignore_errors=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
+        self._output_dir = os.path.abspath(output_dir)
         self._lock = self.path / f"keeper-{rank}.lock"
         self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
+
+    def note(self, child: int) -> None:
+        """Say which process trains for this keeper now; 0: none does."""
+        said = json.dumps({"keeper": os.getpid(), "child": child, "output_dir": self._output_dir})
+        os.pwrite(self._descriptor, said.ljust(_NOTE).encode(), 0)
 
     def leave(self) -> None:
         """This keeper needs the memory no more."""
@@ -94,6 +101,13 @@ class NodeMemory:
             if records:
                 step = max(record["step"] for record in records)
                 yield step, directory, [record for record in records if record["step"] == step]
+
+
+def keepers() -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rank of each keeper of this user on this machine, and what it has noted."""
+    for path in _base().glob(f"{_PREFIX}{os.getuid()}-*/keeper-*.lock"):
+        with contextlib.suppress(OSError, ValueError):
+            yield int(path.stem.rpartition("-")[2]), json.loads(path.read_bytes())
 
 
 def remove_older(directory: Path, generation: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import importlib
 import os
@@ -24,7 +25,7 @@ from megacore import has_ring
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
 from megacore.config.spelling import flag
-from megacore.errors import EXIT_HUNG
+from megacore.errors import EXIT_HUNG, EXIT_REFUSED
 from megacore.survive.copies import NodeMemory
 from megacore.survive.layouts import layout_for
 from megacore.survive.meeting import BEAT_SECONDS, Meeting, Plan
@@ -38,7 +39,7 @@ _LOADED = (  # by training, sooner or later
     *(f"train.{name}" for name in ("bert_task", "gpt_task", "launch", "trainer")),
 )
 _SECONDS_STOPPED = 1.0  # that a child may be stopped
-_SECONDS_FOR_A_CAUSE = 3.0  # that another keeper has to say why a child failed, if that was only an echo
+_SECONDS_FOR_A_CAUSE = 6.0  # that another keeper has to say why a child failed, if that was only an echo
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_QUESTIONS = 0.02, 0.1
 _MOST_TRIES = 5  # generations that begin at the same step
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -54,18 +55,20 @@ class Child:
         self.ended = 0.0  # when that was seen
         self.stopped: float | None = None  # since when it is stopped
 
-    def look(self) -> None:
-        """See what has become of it; one that stays stopped is ended."""
+    def look(self) -> int | None:
+        """See what has become of it; one that stays stopped is ended. Returns the exit status."""
         if self.status is not None:
-            return
+            return self.status
         pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
             self.status, self.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             self.kill()  # what it has started
-        elif pid:
+            return self.status
+        if pid:
             self.stopped = time.monotonic() if os.WIFSTOPPED(status) else None
-        elif self.stopped is not None and time.monotonic() - self.stopped > _SECONDS_STOPPED:
+        if self.stopped is not None and time.monotonic() - self.stopped > _SECONDS_STOPPED:
             self.kill()
+        return None
 
     def kill(self) -> None:
         """End it with all that it has started."""
@@ -111,7 +114,7 @@ class Keeper:
                 if plan is None:
                     status = 128 + self._signal
                 elif plan.refused:
-                    status = EXIT_FAILED
+                    status = EXIT_REFUSED if generation == 0 else EXIT_FAILED
                 else:
                     status = self._lived(generation, plan)
                 generation += 1
@@ -163,7 +166,12 @@ class Keeper:
 
     def _planned(self, generation: int, here: list[int]) -> Plan:
         if generation == 0:
-            return Plan(present=here, members=here, flags=[])
+            hosts = sorted({one.host for one in self._meeting.present(0).values()})
+            start = Plan(present=here, members=here, flags=[])
+            if len(hosts) == 1:
+                return start
+            _say(f"--survive joins the ranks of one node so far, and these are on {' and '.join(hosts)}: leave it out")
+            return dataclasses.replace(start, refused="several nodes")
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
         cause, at = over["cause"], over["at"]
@@ -191,11 +199,12 @@ class Keeper:
             tries=tries,
             cause=cause,
             at=at,
+            made=time.time(),
         )
 
     def _refused(self, plan: Plan, why: str) -> Plan:
         _say(f"{plan.cause}, and the run ends: {why}; --load auto continues from the newest checkpoint on disk")
-        return Plan(**{**vars(plan), "refused": why})
+        return dataclasses.replace(plan, refused=why)
 
     # ---- a generation
 
@@ -205,22 +214,23 @@ class Keeper:
         meeting, known, child = self._meeting, self._meeting.present(generation), None
         if meeting.rank in plan.members:
             child = self._child = Child(self._started(plan, generation))
+            self.memory.note(child.pid)
         elif meeting.rank not in plan.present:
             meeting.end(generation, f"rank {meeting.rank} is back")
         # Each watches the one before it: of several that are lost together, one is missed.
-        watched = [rank for rank in (*plan.present, *plan.present) if rank != meeting.rank]
-        watched = [max((rank for rank in watched if rank < meeting.rank), default=max(watched, default=0))]
+        others = [rank for rank in plan.present if rank != meeting.rank]
+        watched = [rank for rank in others if rank < meeting.rank][-1:] or others[-1:]
         asked = looked = time.monotonic()
+        has_ended = False
         while True:
             self._pause()
             now, is_over = time.monotonic(), False
-            if child is not None and child.status is None:
-                child.look()
-                if child.status == 0 or (child.status is not None and self._signal):
-                    meeting.finish(generation, child.status)  # it is done, or had nothing to save yet
+            if child is not None and not has_ended and (ended := child.look()) is not None:
+                has_ended = True
+                if ended == 0 or self._signal:
+                    meeting.finish(generation, ended)  # it is done, or had nothing to save yet
                 elif how := child.failure():
                     meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}")
-            has_ended = child is not None and child.status is not None
             if has_ended or now - asked > _SECONDS_BETWEEN_QUESTIONS:
                 asked, is_over = now, meeting.is_over(generation)
             if is_over:
@@ -230,18 +240,18 @@ class Keeper:
                     return status
             if now - looked > BEAT_SECONDS:
                 looked = now
-                if meeting.size > 1 and (lost := meeting.lost(watched, known)):
+                if lost := meeting.lost(watched, known):
                     meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost")
             if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
                 meeting.finish(generation, child.status or 0)  # it was no echo, and would come again
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
+        self.memory.note(0)
         if child is not None and child.status is None:
             child.kill()
-            while child.status is None:
+            while child.look() is None:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-                child.look()
 
     def _started(self, plan: Plan, generation: int) -> int:
         sys.stdout.flush()

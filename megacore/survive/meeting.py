@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class Plan:
     tries: int = 0  # generations before this one that began at the same step
     cause: str = ""  # why there is a new generation; empty at the start
     at: float = 0.0  # when that was noticed, as time.time
+    made: float = 0.0  # when the plan was made, likewise
     refused: str = ""  # why the run ends instead
 
 
@@ -123,7 +125,7 @@ class Meeting:
         return [rank for rank in ranks if self._is_lost(rank, known.get(rank))]
 
     def _is_lost(self, rank: int, known: Presence | None) -> bool:
-        if known is not None and known.host == self._host and not os.path.exists(f"/proc/{known.pid}"):
+        if known is not None and known.host == self._host and has_ended(known.pid):
             return True
         key, now = f"beat/{rank}", time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
@@ -141,6 +143,14 @@ class Meeting:
     def _first(self, generation: int, key: str, content: Any) -> bool:
         own = json.dumps(content)
         return bool(self._store.compare_set(f"{generation}/{key}", "", own).decode() == own)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or waits for nothing but its parent's look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _store(size: int, *, serves: bool) -> dist.Store:

@@ -242,6 +242,7 @@ class Recovery(Callback):
         if not self._is_due:
             return
         self._is_due, now = False, time.time()
-        start, total = self._begun - self._plan.at, now - self._plan.at
-        run.emit("recovery", cause=self._plan.cause, seconds=total, seconds_to_start=start, ranks=run.mesh.world.size)
-        run.say(f"  {'recovered':<10}in {total:.1f} s, of which {now - self._begun:.1f} s are step {result.step}")
+        plan, step = self._plan, now - self._begun
+        parts = {"seconds_agreed": plan.made - plan.at, "seconds_state": self._begun - plan.made, "seconds_step": step}
+        run.emit("recovery", cause=plan.cause, ranks=run.mesh.world.size, noticed=plan.at, **parts)
+        run.say(f"  {'recovered':<10}in {now - plan.at:.1f} s, of which step {result.step} took {step:.1f} s")

@@ -217,6 +217,8 @@ def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[s
             full.watch,
             check_replicas_interval=min(full.watch.check_replicas_interval, _STEPS),
             replay_interval=min(full.watch.replay_interval, _STEPS),
+            survive=False,
+            survive_interval=1,
         ),
         spikes=full.spikes,
         average=full.average,
