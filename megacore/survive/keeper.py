@@ -19,7 +19,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
 from megacore import has_ring
 from megacore.config import ResolvedConfig
@@ -269,7 +268,7 @@ class Keeper:
         finally:
             os._exit(EXIT_FAILED)
 
-    def _become(self, plan: Plan, generation: int, parent: int) -> NoReturn:
+    def _become(self, plan: Plan, generation: int, parent: int) -> None:
         """Train, in the child."""
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -1,0 +1,109 @@
+"""A run that loses ranks continues (`--survive`), with the numbers of one that loses none."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.survive.copies import keepers
+from tests.e2e.launching import (
+    END,
+    PROGRAM,
+    START,
+    Job,
+    by_hand,
+    free_port,
+    losses,
+    losses_of_one_process,
+    needs_proc,
+    records_of,
+    small_run,
+    started,
+    under_torchrun,
+)
+from tests.parallel.test_checkpoint import stored
+from tests.patience import patience, until
+
+pytestmark = needs_proc
+STEPS = 12
+RUN = {"train_iters": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "reproducible": True, "hidden_size": 32}
+
+
+def children(output: Path) -> dict[int, int]:
+    """The processes that train into a directory, by the ranks of their keepers."""
+    return {rank: said["child"] for rank, said in keepers() if said["output_dir"] == str(output)}
+
+
+def logged(output: Path) -> int:
+    """The last step that is logged."""
+    return max(losses(output), default=0) if (output / "metrics.jsonl").exists() else 0
+
+
+def check(output: Path, reference: Path, recoveries: int) -> None:
+    """A run that was disturbed has each step once, and the losses and weights of the one that was not."""
+    assert [r["step"] for r in records_of(output) if "train/loss" in r] == list(range(1, STEPS + 1))
+    assert losses(output) == losses(reference)
+    ours, theirs = (stored(path / f"step_{STEPS:08d}") for path in (output, reference))
+    assert all(torch.equal(value, theirs[kind][name]) for kind in theirs for name, value in ours[kind].items())
+    assert (output / "events.jsonl").read_text().count('"recovery"') == recoveries
+    assert not children(output)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strikes"),
+    [
+        ({"tp": 2}, [(3, "KILL", [1]), (6, "STOP", [0])]),
+        pytest.param(
+            {"pp": 2, "dp": 2, "zero_stage": 1}, [(2, "KILL", [0, 1, 2]), (5, "STOP", [3])], marks=pytest.mark.slow
+        ),
+        pytest.param({"dp": 4, "zero_stage": 3, "save_interval": 1}, [(4, "KILL", [2])], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_killed_and_stopped_ranks_are_replaced(layout: dict[str, Any], strikes: list[Any], tmp_path: Path) -> None:
+    losses_of_one_process(tmp_path / "alone", **RUN)
+    output, ranks = tmp_path / "out", layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    flags = small_run(output, survive=True, **RUN, **layout)
+    with under_torchrun(tmp_path / "logs", ranks, PROGRAM, *flags) as job:
+        for step, name, struck in strikes:
+            until(lambda: logged(output) >= step, START, job.said())  # noqa: B023
+            of = children(output)
+            for rank in struck:
+                os.kill(of[rank], getattr(signal, f"SIG{name}"))
+        assert job.ends(START)[0] == 0, job.said()
+        said = job.said()
+    assert all(f"SIG{name}" in said or "was stopped" in said for _, name, _ in strikes), said
+    check(output, tmp_path / "alone", len(strikes))
+
+
+def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp_path: Path) -> None:
+    """The keepers are started by hand, as Slurm does: no agent ends all of them with one."""
+    losses_of_one_process(tmp_path / "alone", **RUN)
+    output, port = tmp_path / "out", free_port()
+    flags = small_run(output, survive=True, dp=2, **RUN)
+    with (
+        started(PROGRAM, tmp_path / "first.err", *flags, **by_hand(0, port)) as first,
+        started(PROGRAM, tmp_path / "second.err", *flags, **by_hand(1, port)) as second,
+    ):
+        until(lambda: logged(output) >= 2, START, "no step 2")
+        second.kill_all()
+        until(lambda: logged(output) >= 4, START, (tmp_path / "first.err").read_text())
+        with started(PROGRAM, tmp_path / "third.err", *flags, **by_hand(1, port)) as third:
+            assert (first.wait(patience(START)), third.wait(patience(END))) == (0, 0)
+    said = (tmp_path / "first.err").read_text()
+    assert "1 rank (one process) continue from step" in said and "rank 1 is back: 2 ranks (dp 2) continue" in said
+    check(output, tmp_path / "alone", 2)
+
+
+def test_a_failure_of_the_program_ends_the_run(tmp_path: Path) -> None:
+    """It would come again."""
+    job: Job
+    flags = small_run(tmp_path / "out", survive=True, dp=2, **{**RUN, "lr": 1e30, "reproducible": None})
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags, "--max-bad-steps", "1") as job:
+        assert job.ends(START)[0] == 1
+        assert job.said().count("megacore: stopped") == 1 and "survive" not in job.said()

@@ -1,0 +1,77 @@
+"""The copies of a run's state in memory (`--survive`): they hold the state of all ranks, and a damaged one is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.parallel.mesh import build_mesh
+from megacore.survive.copies import NodeMemory
+from megacore.survive.layouts import layout_for
+from megacore.survive.writer import StateInMemory, rectangles
+from tests.distributed import run_distributed
+from tests.parallel.test_checkpoint import assert_equal, stored, whole_state
+from tests.parity.runs import Layout, make_config, make_trainer
+
+
+def write(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
+    """Keep three steps, of which the memory has the last two, and compare the newest with the state of all ranks."""
+    config = make_config(layout, directory, micro_batch_size=1, global_batch_size=4, **changes)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+    state = StateInMemory(trainer, memory.path, 0, 1)
+    for step in range(1, 4):
+        trainer.train_step(next(trainer.batches))
+        state.on_step_begin(trainer, step)
+    expected = whole_state(trainer, mesh)
+    if rank == 0:
+        found, problems = memory.newest()
+        assert found is not None and (found.step, problems) == (3, [])
+        assert_equal(stored(found.directory), expected)
+        for step, slot in ((2, found.directory), (None, found.directory.with_name("slot-1"))):
+            damaged = sorted(slot.glob("exp_avg-*"))[-1]
+            content = bytearray(damaged.read_bytes())
+            content[-7] ^= 1 << 3
+            damaged.write_bytes(content)
+            whole, problems = memory.newest()
+            assert (whole and whole.step) == step and damaged.name in problems[-1]
+    memory.leave()
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((2, 1, 2), {"zero_stage": 3}),
+        pytest.param((1, 2, 2), {"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param((4, 1, 1), {}, marks=pytest.mark.slow),
+        pytest.param((1, 1, 4), {"zero_stage": 2, "zero_shard_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    run_distributed(write, layout[0] * layout[1] * layout[2], layout, str(tmp_path), changes)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
+def test_blocks_tile_any_range(shape: tuple[int, ...]) -> None:
+    """Against numbers written out."""
+    import numpy as np
+
+    every = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    for start in range(every.size):
+        for stop in range(start + 1, every.size + 1):
+            blocks = [every[tuple(map(slice, a, b))].ravel() for a, b in rectangles(shape, start, stop)]
+            assert np.concatenate(blocks).tolist() == list(range(start, stop))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "expected"),
+    [((2, 2, 2), 8, (2, 2, 2)), ((2, 2, 2), 7, (2, 2, 1)), ((2, 2, 2), 3, (2, 1, 1)), ((1, 1, 4), 3, (1, 1, 2))],
+)
+def test_the_layout_of_what_is_left(layout: Layout, ranks: int, expected: Layout, tmp_path: Path) -> None:
+    """As many ranks as share a batch of 4, split as before where they can be."""
+    found = layout_for(make_config(layout, tmp_path, micro_batch_size=1, global_batch_size=4), ranks)
+    assert found is not None and (found["tp"], found["pp"], found["dp"]) == expected
