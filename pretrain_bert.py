@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         kind=BertConfig,
         continued=settings_to_continue,
         vocabulary=vocabulary_size,
-        checks=[check_bert_inputs, check_load, check_schedule, check_memory],
+        checks=[check_bert_inputs, check_load, check_schedule, check_memory, survival().check],
         computes_on_cpu=computes_on_cpu,
     )
     if (status := survival().keep(config, argv, main)) is not None:

@@ -16,6 +16,7 @@ from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.remote import location
 from megacore.train.planning import check_memory
+from megacore.train.survival import survival
 
 if TYPE_CHECKING:
     from megacore.models.spec import DescribesLayers
@@ -35,7 +36,7 @@ def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> Resolv
         shape=shape_from_hf,
         continued=settings_to_continue,
         vocabulary=vocabulary_size,
-        checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
+        checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory, survival().check],
         computes_on_cpu=computes_on_cpu,
         exits=exits,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megacore.checkpoint.directory import published
 from megacore.config import ResolvedConfig
 from megacore.config.checkpoint import AUTO
+from megacore.config.nodes import has_several_nodes
 from megacore.errors import ConfigError
 from megacore.remote import location
 from megacore.train.survival import Survival
@@ -31,13 +31,20 @@ class _Survival(Survival):
         self._plan: Plan | None = None
         self._generation, self._memory = 0, Path()
 
+    def check(self, config: ResolvedConfig) -> None:
+        if not config.watch.survive:
+            return
+        problems = []
+        if sys.platform != "linux":
+            problems.append(f"--survive needs Linux, and this is {sys.platform}: leave it out")
+        if has_several_nodes():
+            problems.append("--survive joins the ranks of one node so far: leave it out, or use --nnodes 1 of torchrun")
+        if problems:
+            raise ConfigError(problems)
+
     def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
         if not config.watch.survive or self._plan is not None:
             return None
-        if sys.platform != "linux":
-            raise ConfigError([f"--survive needs Linux, and this is {sys.platform}: leave it out"])
-        if config.parallel.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)):
-            raise ConfigError(["--survive joins the ranks of one node so far: leave it out, or use --nnodes 1"])
         keeper_module = importlib.import_module("megacore.survive.keeper")
 
         def trained(plan: Plan, generation: int) -> int:

@@ -137,8 +137,9 @@ class EngineSettings:
         for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
             if (value := getattr(self.logging, name)) != field_infos(LoggingConfig)[name].default:
                 problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
-        if self.watch.ledger:
-            problems.append("ledger True is of GPT's and BERT's trainer: leave it out")
+        for name in ("ledger", "survive"):
+            if getattr(self.watch, name):
+                problems.append(f"{name} True is of GPT's and BERT's trainer: leave it out")
         if parallel.tp > 1 and not is_split(layers):
             problems.append(
                 f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "

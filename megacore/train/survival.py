@@ -22,12 +22,14 @@ C = TypeVar("C", bound=ResolvedConfig)
 class Survival:
     """What a run asks, with the answers of a tree that cannot survive."""
 
-    def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
-        """Start the training in a child of this process, again after each failure that can be survived; the exit status
-        of the run, or None: this process is to train by itself. `train`: with these flags. Raises ConfigError where the
-        run cannot be kept."""
+    def check(self, config: ResolvedConfig) -> None:
+        """Refuse a run that cannot be kept here, as a check of the command line. Raises ConfigError."""
         if config.watch.survive:
             raise ConfigError(["--survive needs megacore/survive, which is not installed: leave it out"])
+
+    def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
+        """Start the training in a child of this process, again after each failure that can be survived; the exit status
+        of the run, or None: this process is to train by itself. `train`: with these flags."""
         return None
 
     def continued(self, config: C) -> C:

@@ -77,11 +77,12 @@ def test_without_the_observers_two_ranks_train_and_the_run_says_that_nothing_is_
     assert "continues" in output and "done: 4 steps" in output
 
 
-def test_without_the_audit_a_run_trains_and_a_ledger_is_refused(tmp_path: Path) -> None:
-    tree = tree_without("audit", tmp_path)
+@pytest.mark.parametrize(("ring", "flag"), [("audit", "--ledger"), ("survive", "--survive")])
+def test_without_a_ring_a_run_trains_and_its_flag_is_refused(tmp_path: Path, ring: str, flag: str) -> None:
+    tree = tree_without(ring, tmp_path)
     assert run(tree, "pretrain_gpt.py", *MODEL)[0] == 0
-    status, _, errors = run(tree, "pretrain_gpt.py", *MODEL, "--ledger")
-    assert status == 2 and "--ledger needs megacore/audit, which is not installed: leave it out" in errors
+    status, _, errors = run(tree, "pretrain_gpt.py", *MODEL, flag)
+    assert status == 2 and f"{flag} needs megacore/{ring}, which is not installed: leave it out" in errors
 
 
 @pytest.mark.slow
