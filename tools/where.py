@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.errors import UserError
+from megacore.job_directory import job_directories
 from megacore.watch.blame import Seen
-from megacore.watch.node import Node, directories
+from megacore.watch.node import PURPOSE, Node
 from megacore.watch.report import table
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print(args: Namespace) -> None:
-    jobs = [seen for directory in directories() if (seen := Node(directory).look())]
+    jobs = [seen for directory in job_directories(PURPOSE) if (seen := Node(directory).look())]
     wanted = [seen for seen in jobs if _is_wanted(seen, args.output_dir, args.pid)]
     if not wanted:
         given = [args.output_dir or "", "" if args.pid is None else f"--pid {args.pid}"]

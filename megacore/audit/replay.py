@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -23,6 +21,7 @@ from megacore.config import SECTIONS, ResolvedConfig
 from megacore.config.fields import field_infos
 from megacore.config.spelling import flag
 from megacore.errors import UserError
+from megacore.job_directory import job_directory, make
 from megacore.parallel.mesh import Mesh
 from megacore.remote import Location
 from megacore.train.launch import launch
@@ -44,7 +43,7 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
     if "bert" in manifest.config:
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
     save, local_rank = history.saves[manifest.manifest_sha256], os.environ.get("LOCAL_RANK", "0")
-    work = Path(tempfile.gettempdir(), f"megacore-replay-{os.environ.get('MASTER_PORT', os.getpid())}")
+    work = job_directory("replay", os.environ, os.getcwd())
     problems: list[str] = []
 
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
@@ -61,7 +60,7 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
         if problems and mesh.world.is_first:
             problems.extend(f"  {each}" for each in _changes(history, facts(config)))
 
-    work.mkdir(parents=True, exist_ok=True)
+    make(work)
     settings, before, since = work / f"run_{local_rank}.toml", *map(history.start_of, (save, history.steps[step]))
     try:
         settings.write_text(tomli_w.dumps(_settings(manifest, before.record["facts"], since.record["facts"])))

@@ -11,12 +11,10 @@ step becomes an ordinary checkpoint by a manifest, and is loaded like any other,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,15 +26,12 @@ from megacore.checkpoint.files import FileEntry, verify
 from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of
 from megacore.errors import CheckpointError
 from megacore.files import replace_bytes, take_lock
+from megacore.job_directory import job_directories, job_directory, make
 
 SLOTS = 2
 NO_SHA256 = "0" * 64  # memory is no archive: XXH3 alone is taken, at the speed of memory
-_PREFIX = "megacore-survive-"
+_PURPOSE = "survive"  # of the directory (job_directory)
 _GENERATION = re.compile(r"g(\d+)")
-_ENVIRONMENT = (
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
-)
 _THREADS = 4
 _NOTE = 4096  # bytes
 
@@ -54,14 +49,11 @@ class NodeMemory:
     keeper of this user removes. Raises OSError where it cannot be made."""
 
     def __init__(self, environment: Mapping[str, str], output_dir: str, rank: int) -> None:
-        alone = str(os.getpid()) if environment.get("WORLD_SIZE", "1") == "1" else ""
-        shared = [environment.get(name, "") for name in _ENVIRONMENT]
-        key = hashlib.sha256(json.dumps([*shared, os.path.abspath(output_dir), alone]).encode()).hexdigest()[:16]
-        self.path = _base() / f"{_PREFIX}{os.getuid()}-{key}"
-        for other in _base().glob(f"{_PREFIX}{os.getuid()}-*"):
+        self.path = job_directory(_PURPOSE, environment, output_dir)
+        for other in job_directories(_PURPOSE):
             if other != self.path and not _is_kept(other):
                 shutil.rmtree(other, ignore_errors=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        make(self.path)
         self._output_dir = os.path.abspath(output_dir)
         self._lock = self.path / f"keeper-{rank}.lock"
         self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -105,7 +97,7 @@ class NodeMemory:
 
 def keepers() -> Iterator[tuple[int, dict[str, Any]]]:
     """The rank of each keeper of this user on this machine, and what it has noted."""
-    for path in _base().glob(f"{_PREFIX}{os.getuid()}-*/keeper-*.lock"):
+    for path in (path for directory in job_directories(_PURPOSE) for path in directory.glob("keeper-*.lock")):
         with contextlib.suppress(OSError, ValueError):
             yield int(path.stem.rpartition("-")[2]), json.loads(path.read_bytes())
 
@@ -115,11 +107,6 @@ def remove_older(directory: Path, generation: int) -> None:
     for path in directory.glob("g*"):
         if (found := _GENERATION.fullmatch(path.name)) and int(found[1]) < generation:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _base() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _is_kept(directory: Path) -> bool:

@@ -1,20 +1,13 @@
-"""The ledgers of a node: where they lie, which ranks have one, and the stacks of these ranks. The directory is in
-memory (/dev/shm) where there is such a file system, otherwise a temporary one. Its name follows from what the ranks of
-a job and node share, and only this user can open it."""
+"""The ledgers of a node: which ranks have one, and the stacks of these ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import select
 import shutil
 import signal
-import stat
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megacore.watch.blame import Seen
@@ -24,34 +17,8 @@ from megacore.watch.record import LedgerFile
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """On which a rank's faulthandler writes the Python stacks of its threads; it needs no lock of the interpreter."""
-_PREFIX = "megacore-watch-"
-_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+PURPOSE = "watch"  # of the directory (job_directory)
 _SECONDS_TO_ANSWER = 0.8
-
-
-def base() -> Path:
-    """The directory of all nodes' ledgers on this machine."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def directory_of(environment: Mapping[str, str], node: int, output_dir: str) -> Path:
-    """Where the ranks of a job on this node keep their ledgers."""
-    alone = str(os.getpid()) if environment.get("WORLD_SIZE", "1") == "1" else ""
-    shared = [environment.get(name, "") for name in (*_ENVIRONMENT, *_SLURM)]
-    key = json.dumps([*shared, node, os.path.abspath(output_dir), alone])
-    return base() / f"{_PREFIX}{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-
-def make(directory: Path) -> None:
-    """Make the directory of ledgers, or take the one that another rank made. Raises OSError where it cannot be made, or
-    belongs to somebody else."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{directory} is not a directory of this user")
 
 
 def remove(directory: Path) -> None:
@@ -60,14 +27,6 @@ def remove(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rename(gone)
         shutil.rmtree(gone)
-
-
-def directories() -> Iterator[Path]:
-    """The directories of all running jobs of this user on this machine."""
-    for directory in sorted(base().glob(f"{_PREFIX}{os.getuid()}-*")):
-        with contextlib.suppress(OSError):
-            if directory.lstat().st_uid == os.getuid() and directory.is_dir():
-                yield directory
 
 
 class Node:

@@ -24,9 +24,10 @@ from megacore.config.dimensions import describe_rank
 from megacore.config.nodes import launcher_number
 from megacore.errors import EXIT_HUNG
 from megacore.files import take_lock
+from megacore.job_directory import job_directory, make
 from megacore.parallel.heartbeat import Current
 from megacore.watch.ledger import Flag, Identity, Ledger, this_ledger
-from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, make, report_file, stack_file
+from megacore.watch.node import PURPOSE, STACK_SIGNAL, Node, leaving_file, report_file, stack_file
 from megacore.watch.processes import born
 from megacore.watch.report import deaths_in_words
 
@@ -49,7 +50,7 @@ def begin_watch(config: ResolvedConfig, *, leaves_if_hung: bool = True) -> None:
     if Current.heartbeat is not None or config.watch.hang_timeout_minutes == 0:
         return
     identity = _identity(config, os.environ)
-    directory = directory_of(os.environ, identity.node, identity.output_dir)
+    directory = job_directory(PURPOSE, os.environ, identity.output_dir, node=identity.node)
     try:
         if not any(begin_in(directory, identity) for _ in range(_ATTEMPTS)):
             raise FileNotFoundError(f"{directory} is removed as often as it is made")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hangs import healthy, trials
-from megacore.watch.node import base
+from megacore.job_directory import job_directories
 from megacore.watch.record import LedgerFile
 from tests.e2e.hanging import HANG
 from tests.e2e.launching import (
@@ -71,7 +71,7 @@ def report_in(output: Path) -> dict[str, Any]:
 def ledgers(output: Path) -> list[Path]:
     """The ledgers of runs that write into this directory."""
     found = []
-    for path in base().glob("megacore-watch-*/*.ledger"):
+    for path in (path for directory in job_directories("watch") for path in directory.glob("*.ledger")):
         with contextlib.suppress(OSError, ValueError):
             if LedgerFile(path).identity.output_dir.startswith(str(output)):
                 found.append(path)

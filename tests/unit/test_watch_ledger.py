@@ -22,13 +22,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from megacore.files import take_lock
+from megacore.job_directory import make
 from megacore.observe.sinks import END_SECONDS
 from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
 from megacore.watch import nodes, start
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Flag, Ledger
-from megacore.watch.node import Node, leaving_file, make, remove
+from megacore.watch.node import Node, leaving_file, remove
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
