@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import refuse_unlisted, verified_tokenizer, verify
-from megacore.checkpoint.manifest import Manifest, base_of, checkpoints_of, find_checkpoint, read_manifest
+from megacore.checkpoint.manifest import (
+    Manifest,
+    base_of,
+    checkpoints_of,
+    find_checkpoint,
+    read_manifest,
+    way_from_another_trainer,
+)
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.experts import differing_experts
@@ -71,6 +78,10 @@ def check_load(config: ResolvedConfig) -> None:
             find_checkpoint(run)
         except CheckpointError as error:
             raise CheckpointError(f"--load {error}, {OR_AUTO}") from error
+    # A run that starts from other weights is meant to find none of its own.
+    begins_anew = config.start.pretrained_checkpoint is None and config.checkpoint.init_from_hf is None
+    if not candidates and begins_anew and (way := way_from_another_trainer(run, "--pretrained-checkpoint DIR")):
+        raise CheckpointError(f"--load {AUTO} finds no checkpoint of megacore in {run}: {way}")
     # Only the newest that may be taken is compared; which are whole is seen at the start, by all ranks together.
     for directory in candidates:
         try:

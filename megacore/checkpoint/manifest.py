@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -141,21 +142,35 @@ def _lines(value: Any, depth: int, indent: str = "  ") -> str:
     return "{\n" + ",\n".join(inner) + "\n" + indent[:-1] + "}"
 
 
-# Of Megatron-LM's directory of checkpoints, and of that of one step, as the first rank of each form writes it.
-_OF_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000", "common.pt")
-
-
+# What a directory of checkpoints of each, or that of one step, has in it, as the first rank of each form writes it.
+# Megatron-DeepSpeed writes DeepSpeed's, and a file of Megatron-LM's beside them.
+_OTHERS = {
+    "deepspeed": ("a checkpoint of DeepSpeed", r"global_step\d+"),
+    "megatron": ("a checkpoint of Megatron-LM", r"latest_checkpointed_iteration\.txt|mp_rank_00(_000)?|common\.pt"),
+    "hf": ("a model of Hugging Face's", r"(model\.safetensors|pytorch_model\.bin)(\.index\.json)?"),
+}
 IN_DOUBT = "whose weights may be of no use: the steps with these weights were skipped, or the weights are too large"
+
+
+def way_from_another_trainer(path: Location, then: str = "--load DIR") -> str | None:
+    """What to do with a directory that is a checkpoint of another trainer's; None where it is none. `then`: the flag
+    that takes what it is converted to."""
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError:
+        return None
+    for source, (what, mark) in _OTHERS.items():
+        if any(re.fullmatch(mark, name) for name in names):
+            return (
+                f"it is {what}: use python tools/convert_checkpoint.py --from {source} --to megacore --input {path} "
+                f"--output DIR, and then {then}"
+            )
+    return None
 
 
 def way_to_a_checkpoint(path: Location) -> str:
     """What to do where a directory that is given as a checkpoint holds none: it may be another trainer's."""
-    if any((path / name).exists() for name in _OF_MEGATRON):
-        return (
-            "it is a checkpoint of Megatron-LM: use python tools/convert_checkpoint.py --from megatron --to megacore "
-            f"--input {path} --output DIR, and then --load DIR"
-        )
-    return "give a step_NNNNNNNN directory or a run's output directory"
+    return way_from_another_trainer(path) or "give a step_NNNNNNNN directory or a run's output directory"
 
 
 def find_checkpoint(path: L) -> L:

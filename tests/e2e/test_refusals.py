@@ -117,6 +117,18 @@ def another_tokenizer(inputs: Path) -> dict[str, object]:
     return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
 
 
+def of_another_trainer(name: str) -> Break:
+    """Continue from where the run saves, which holds another trainer's checkpoint."""
+
+    def apply(inputs: Path) -> dict[str, object]:
+        (inputs / "D" / name).mkdir(parents=True)
+        if name.startswith("iter_"):
+            (inputs / "D/latest_checkpointed_iteration.txt").write_text("1000")
+        return {"output_dir": inputs / "D", "load": "auto"}
+
+    return apply
+
+
 def manifest_without_optimizer(manifest: Path) -> None:
     """A manifest that lost a section of its configuration."""
     raw = json.loads(manifest.read_text())
@@ -159,6 +171,9 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
         "--vocab-size 59 is smaller than the vocabulary of the tokenizer",
     ),
     "no checkpoint": (lambda inputs: {"load": inputs / "tokenizer"}, "run's output directory, or --load auto"),
+    "checkpoint of Megatron-LM where the run saves": (of_another_trainer("iter_0001000"), "Megatron-LM: use python"),
+    "checkpoint of DeepSpeed where the run saves": (of_another_trainer("global_step9"), "DIR, and then --pretrained-"),
+    "model of Hugging Face's where the run saves": (of_another_trainer("model.safetensors"), "--from hf --to megacore"),
     "damaged manifest": (
         damaged(lambda file: os.truncate(file, 99), "manifest.json"), "manifest.json cannot be read as a manifest",
     ),
