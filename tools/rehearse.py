@@ -32,7 +32,7 @@ from megacore.commands.plan import ENTRIES
 from megacore.commands.tool import EXIT_FAILED, ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.train.starting import REHEARSAL
-from megacore.verify.rehearse import PROCESSES
+from megacore.verify.rehearse import BEHIND, PROCESSES
 
 _ALLOCATING = ("srun", "mpirun", "mpiexec")  # start any command; the others start a Python program
 _PYTHONS = ("python", "python3")
@@ -42,7 +42,6 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "d
 _NODES = ("--nnodes", "--num-nodes", "-N", "--nodes")
 _PER_NODE = ("--nproc-per-node", "--num-gpus", "--ntasks-per-node")
 _TASKS = ("-n", "-np", "--np", "--ntasks")
-_BEHIND = "MEGACORE_REHEARSE_PATH"  # the script's own PATH, for what is not replaced
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +87,7 @@ def _run(command: Sequence[str], processes: int) -> int:
             program.write_text(f'#!/bin/sh\nexec {tool} "$@"\n')
             program.chmod(0o755)
         path = os.environ.get("PATH", os.defpath)
-        environment = {**os.environ, REHEARSAL: str(processes), _BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
+        environment = {**os.environ, REHEARSAL: str(processes), BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
         try:
             return subprocess.run(command, env=environment, check=False).returncode
         except OSError as error:
@@ -115,7 +114,7 @@ def _in_place_of(launcher: str, words: Sequence[str]) -> int:
         if command[:1] == ["-m"] and command[1:2] and command[1] in _MODULES:
             return _in_place_of("torchrun", command[2:])
         if not (command and Path(command[0]).name in ENTRIES):
-            own = shutil.which(launcher, path=os.environ[_BEHIND]) or sys.executable
+            own = shutil.which(launcher, path=os.environ[BEHIND]) or sys.executable
             return subprocess.run([own, *words], check=False).returncode
         words = command
     at = next((place for place, word in enumerate(words) if _is_program(launcher, word)), None)

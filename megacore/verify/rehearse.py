@@ -45,6 +45,9 @@ from megacore.verify.narrow import fixed, narrow
 
 PROCESSES = 8
 """At most, where no number is given."""
+BEHIND = "MEGACORE_REHEARSE_PATH"
+"""The variable in which tools/rehearse.py keeps the PATH of a script that it runs, for what is not replaced."""
+_MORE = (2, 4, 8, 16, 32, 64)  # processes that are tried where fewer do not suffice
 _STEPS = 4
 _INTERVAL = 2  # steps between evaluations, and between checkpoints
 _LOSS_SCALE = 1024.0
@@ -74,13 +77,14 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
     own, words = ([word for word in argv if (word.split("=")[0] == REHEARSE) == is_own] for is_own in (True, False))
     parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else REHEARSAL, add_help=False)
     parser.add_argument(REHEARSE, nargs="?", type=positive, const=PROCESSES)
+    allow = f"{REHEARSE}={{}}" if own else "--processes {}" if BEHIND in os.environ else f"{REHEARSAL}={{}}"
     status = 0
 
     def run(given: argparse.Namespace) -> None:
         nonlocal status
         if is_dry_run(words):
             raise UserError(f"{REHEARSE} runs and --dry-run plans: leave one of them out")
-        status = _run(cut(words, entry, given.rehearse), entry)
+        status = _run(cut(words, entry, given.rehearse, allow), entry)
 
     return run_tool(parser, own or [f"{REHEARSE}={os.environ[REHEARSAL]}"], run) or status
 
@@ -95,9 +99,10 @@ class Rehearsal:
     left_out: tuple[str, ...]  # what of the run the cut one cannot have
 
 
-def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
-    """A run cut to this machine. `entry`: the name of its entry point. Raises ConfigError with a file that the shape of
-    the model or the schedule is in is missing; UserError where no layout of so few processes has all other features."""
+def cut(words: Sequence[str], entry: str, most: int, allow: str = f"{REHEARSAL}={{}}") -> Rehearsal:
+    """A run cut to this machine. `entry`: the name of its entry point; `allow`: how the user says how many processes
+    it may have. Raises ConfigError with a file that the shape of the model or the schedule is in is missing; UserError
+    where no layout of so few processes has all other features."""
     is_bert = entry == "pretrain_bert.py"
     full: ResolvedConfig = parse_config(
         words,
@@ -114,6 +119,16 @@ def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
     lacking = tuple(problem for problem in missing_files(full) if not problem.startswith("--output-dir"))
     if needed := [problem for problem in lacking if problem.startswith(("--init-from-hf", "--schedule-csv"))]:
         raise ConfigError(needed)
+    found = _valid_cut(full, most, lacking)
+    if isinstance(found, Rehearsal):
+        return found
+    more = next((n for n in _MORE if n > most and isinstance(_valid_cut(full, n, lacking), Rehearsal)), None)
+    way_out = f"; allow more, as in {allow.format(more)}" if more else ""
+    raise UserError(f"no cut of this run to at most {counted(most, 'process', 'processes')} is valid: {found}{way_out}")
+
+
+def _valid_cut(full: ResolvedConfig, most: int, lacking: tuple[str, ...]) -> Rehearsal | str:
+    """The first cut to at most so many processes that is valid, or what is wrong with the first one."""
     problems: list[str] = []
     for parallel in _layouts(full.parallel, most):
         small = _small(full, parallel, lacking)
@@ -123,10 +138,7 @@ def cut(words: Sequence[str], entry: str, most: int) -> Rehearsal:
                 left_out = (*_left_out(full, candidate), *lost)
                 return Rehearsal(full=full, cut=candidate, lacking=lacking, left_out=left_out)
             problems = problems or found
-    raise UserError(
-        f"no cut of this run to at most {counted(most, 'process', 'processes')} is valid: {problems[0]}; "
-        f"allow more, as in {REHEARSAL}={2 * most}"
-    )
+    return problems[0]
 
 
 def _vocabulary(config: Config) -> int:

@@ -124,6 +124,11 @@ def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path, mon
             "--mock-data --vocab-size 64 --train-iters 9 --init-from-hf /nowhere",
             "--init-from-hf /nowhere is not a",
         ),
+        (
+            {REHEARSAL: "1"},
+            "--mock-data --vocab-size 64 --train-iters 9 --dp 2 --zero-stage 1 --zero-shard-size 2",
+            "ranks, 1: leave it out; allow more, as in MEGACORE_REHEARSE=2",
+        ),
         ({}, "--rehearse --dry-run", "--rehearse runs and --dry-run plans: leave one of them out"),
         ({}, "--rehearse=0", "0 must be at least 1: use 1 or more"),
     ],
@@ -152,7 +157,8 @@ def test_a_rehearsal_names_what_its_degrees_switch_off(
     monkeypatch.setattr(subprocess, "run", lambda words, **options: subprocess.CompletedProcess(words, 0))
     shape = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data"
     degrees = "--pp 2 --tp 2 --dp 2 --schedule interleaved --virtual-stages 2 --sequence-parallel --zero-stage 1"
-    words = f"{shape} {degrees} --global-batch-size 8 --train-iters 9 --rehearse={most}"
+    tracker = "--wandb-project p --wandb-exp-name 8b --wandb-mode offline"
+    words = f"{shape} {degrees} {tracker} --global-batch-size 8 --train-iters 9 --rehearse={most}"
     assert rehearse(words.split(), "pretrain_gpt.py") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}")
+    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}, --wandb-project p")
