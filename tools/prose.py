@@ -14,6 +14,7 @@ _MARKUP = re.compile(r":[a-z:]+:(?=`)|`+|\*\*|(?<=\w)_(?=\s|$)")
 _BULLET = re.compile(r"^(?:[-*+o]|\(?\d+[.)]|@\w+:?|:\w+[^:]*:)\s+")
 _WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
 _SENTENCE_END = re.compile(r"[a-z)\"'][.!?][\"')]?$")
+_CODE = re.compile(r"[][_=<>{}|*\\#@^~+$%&/]|\w\.\w|\(\)")
 # Code has few of these words; about every third word of English is one of them.
 _FREQUENT = frozenset(
     re.findall(
@@ -52,7 +53,7 @@ def paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of English in a text, each as one line.
 
     A paragraph is a run of lines with one indentation. It counts as English if it begins and ends as a sentence does,
-    nearly all of its words have letters only, and enough of them are frequent ones.
+    has no signs of code, nearly all of its words have letters only, and enough of them are frequent ones.
     """
     for (filled, _), lines in itertools.groupby(inspect.cleandoc(text).splitlines(), key=_kind):
         if filled:
@@ -83,7 +84,7 @@ def _plain(text: str) -> str:
 
 def _is_english(text: str) -> bool:
     words = text.split()
-    if len(words) < _FEWEST_WORDS or not text[0].isupper() or not _SENTENCE_END.search(text):
+    if len(words) < _FEWEST_WORDS or not text[0].isupper() or not _SENTENCE_END.search(text) or _CODE.search(text):
         return False
     english = [bare for word in words if _WORD.fullmatch(bare := word.strip(_PUNCTUATION))]
     frequent = sum(word.lower() in _FREQUENT for word in english)
