@@ -19,7 +19,7 @@ from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.norm import LayerNorm, build_norm
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel, joined_columns_parallel
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_in_one_product, columns_parallel
 
 Recipe = tuple[Callable[..., Tensor], *tuple[Tensor, ...]]
 """A function and its inputs, from which a tensor can be made again."""
@@ -84,7 +84,7 @@ class GatedMLP(MLP):
         self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
 
     def forward(self, x: Tensor) -> Tensor:
-        both = joined_columns_parallel(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
+        both = columns_in_one_product(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
         if both is not None:
             return self.run(self.down, ops.swiglu_of_halves(both), (ops.swiglu_of_halves, both))
         activate, (gate, up) = ACTIVATION_FUNCTIONS[self.activation], columns_parallel(x, [self.gate, self.up])

@@ -36,7 +36,7 @@ from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.parallel.canonical import ONE_BLOCK, Blocks, aligned, tree_sum
 from megacore.parallel.collectives import all_gather, copy_to_group
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import Products, adds_in_fp32, gradient_sum
+from megacore.parallel.products import Products, accumulator_of, adds_in_fp32
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
 
@@ -304,7 +304,7 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, expected: Tensor, known: list[Tensor | None], *inputs: Tensor | None) -> Tensor:
-        ctx.expected, ctx.known, ctx.sums = expected, known, list(map(gradient_sum, inputs))
+        ctx.expected, ctx.known, ctx.accumulators = expected, known, list(map(accumulator_of, inputs))
         ctx.likes = [None if each is None else (each.shape, each.dtype) for each in inputs]
         return loss.view_as(loss)
 
@@ -314,7 +314,7 @@ class _Known(torch.autograd.Function):
         if not ctx.known:
             raise RuntimeError("the loss of an output layer has one backward: its gradients were computed in forward")
         factor, given = grad / ctx.expected, list[Tensor | None]()
-        for total, like in zip(ctx.sums, ctx.likes, strict=True):
+        for total, like in zip(ctx.accumulators, ctx.likes, strict=True):
             gradient = ctx.known.pop(0)  # whose memory is free once it is handed on
             if gradient is None:
                 given.append(None)

@@ -4,7 +4,7 @@ A linear layer computes three products: its output x W^T, the gradient of its in
 dY^T X. Every layer asks the `Products` object of its `BuildContext` for them, so that another way to multiply (FP8, for
 example) is a subclass in a separate file. `TorchProducts` is the default.
 
-Where a parameter has a `gradient_sum`, the product of its gradient adds to that sum in fp32, and autograd gets no
+Where a parameter has an `accumulator`, the product of its gradient adds to that sum in fp32, and autograd gets no
 gradient: 16-bit gradients are neither written, nor read again, nor rounded. Likewise `looked_up` adds the rows of a
 token table that were read.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megacore.ops.dispatch import Node
-from megacore.parallel.sharding import GradientSum, ShardedParameter
+from megacore.parallel.sharding import GradientAccumulator, ShardedParameter
 
 Parameters = Sequence[Tensor | None]  # weight, bias, weight, bias, ...; a bias may be None
 
@@ -100,7 +100,7 @@ class TorchProducts(Products):
             torch.mm(grad.t(), x, out=total)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias) if gradient_sum(weight) is None else super().linear(x, weight, bias)
+        return F.linear(x, weight, bias) if accumulator_of(weight) is None else super().linear(x, weight, bias)
 
 
 TORCH = TorchProducts()
@@ -124,17 +124,17 @@ def _has_addmm_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
 
-def gradient_sum(weight: Tensor | None) -> GradientSum | None:
+def accumulator_of(weight: Tensor | None) -> GradientAccumulator | None:
     """Where the gradient of a weight is added; None: it is given to autograd, as always in compiled code."""
-    if not isinstance(weight, ShardedParameter) or weight.gradient_sum is None or torch.compiler.is_dynamo_compiling():
+    if not isinstance(weight, ShardedParameter) or weight.accumulator is None or torch.compiler.is_dynamo_compiling():
         return None
-    return weight.gradient_sum
+    return weight.accumulator
 
 
 def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
     """Rows of a table, [...] int64 -> [..., h]. Where the table's gradients have a sum, backward adds to it the rows
     that were read, and no gradient of the whole table exists."""
-    if not weight.requires_grad or gradient_sum(weight) is None:
+    if not weight.requires_grad or accumulator_of(weight) is None:
         return F.embedding(tokens, weight)
     rows: Tensor = _Rows.apply(tokens, weight)
     return rows
@@ -172,7 +172,7 @@ class _Rows(Node):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.sum = gradient_sum(weight)
+        ctx.sum = accumulator_of(weight)
         return F.embedding(tokens, weight)
 
     @staticmethod
@@ -282,7 +282,7 @@ class LinearLayers:
     ) -> None:
         self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
         # Where the gradient of each weight is added; None for those that autograd gets.
-        self.sums = list(map(gradient_sum, parameters[::2]))
+        self.accumulators = list(map(accumulator_of, parameters[::2]))
         self.parameters = parameters
         # Whether none of them learns: there is no gradient of any.
         self.frozen = True
@@ -336,7 +336,7 @@ class LinearLayers:
         return self._weight_gradient(0, grad.flatten(0, -2), x.flatten(0, -2))
 
     def _weight_gradient(self, number: int, grad: Tensor, inputs: Tensor) -> Tensor | None:
-        total = self.sums[number]
+        total = self.accumulators[number]
         if total is None:
             return self.products.weight_gradient(grad, inputs)
         buffer, has_terms = total.buffer()
@@ -345,8 +345,8 @@ class LinearLayers:
         return None
 
     def _joined_gradients(self, inputs: Tensor, grad: Tensor) -> list[Tensor | None]:
-        sums = [total for total in self.sums if total is not None]
-        if len(sums) == len(self.sums):
+        sums = [total for total in self.accumulators if total is not None]
+        if len(sums) == len(self.accumulators):
             buffers, have_terms = zip(*[total.buffer() for total in sums], strict=True)
             if (whole := joined(buffers)) is not None and len(set(have_terms)) == 1:
                 self.products.add_weight_gradient(whole, grad, inputs, has_terms=have_terms[0])

@@ -62,7 +62,7 @@ class ShardSpec:
         return first and mesh.copies.is_first and not self.is_tied_copy
 
 
-class GradientSum(Protocol):
+class GradientAccumulator(Protocol):
     """The sum of a weight's gradients over a step, to which a product or a look-up may add its result directly."""
 
     def buffer(self) -> tuple[Tensor, bool]:
@@ -81,7 +81,7 @@ class _Sliced:
     """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
 
     spec: ShardSpec  # the global tensor, and this rank's slice of it
-    gradient_sum: GradientSum | None = None  # where linear layers add the gradient; None: they give it to autograd
+    accumulator: GradientAccumulator | None = None  # where layers add the gradient; None: they give it to autograd
     # The gradient is of a few rows, those that `products.looked_up` has read, and is added to the sum wherever there is
     # one; products add theirs only where the device adds them in fp32.
     takes_rows: bool = False

@@ -15,7 +15,7 @@ Shape legend: s sequence, b micro-batch, i input features, o output features, h 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from megacore.parallel.products import (
     LinearLayers,
     Parameters,
     Products,
-    gradient_sum,
+    accumulator_of,
     input_saved,
     joined,
     linears,
@@ -61,7 +61,7 @@ class ColumnParallelLinear(ShardedModule):
         in_features: input features, whole on every rank.
         out_features: output features of the whole layer; the group's size must divide it.
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
-        split_backward: as for `column_parallel`.
+        split_backward: as for `columns_of_parameters`.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class ColumnParallelLinear(ShardedModule):
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
         bias = self.bias if with_bias else None
-        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+        # Not `accumulator_of`: on one rank a layer is to cost the host no more than torch's.
+        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "accumulator", None) is None:
             return F.linear(x, self.weight, bias)
         return self.columns(x, (self.weight, bias))[0]
 
     def columns(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
-        return column_parallel(
+        """As `forward`, with these parameters (weight, bias, weight, ...) instead of the layer's: several outputs."""
+        return columns_of_parameters(
             x,
             parameters,
             self.group,
@@ -116,7 +118,7 @@ class RowParallelLinear(ShardedModule):
         in_features: input features of the whole layer; the group's size must divide it.
         out_features: output features, whole on every rank after the sum.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
-        split_backward: as for `column_parallel`.
+        split_backward: as for `columns_of_parameters`.
         ends_recomputed: the layer is the last product of a block that is recomputed in backward; recomputation stops
             before this product and its communication.
     """
@@ -150,13 +152,13 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         alone = self.group.size == 1
-        if alone and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+        if alone and self.products is TORCH and getattr(self.weight, "accumulator", None) is None:
             return F.linear(x, self.weight, self.bias)
-        apart = self.split_backward or not torch.is_grad_enabled()
-        if apart or (gradient_sum(self.weight) is None if alone else not on_accelerator(x)):
-            y = self.products.linear(x, self.weight, self.bias if alone else None)
-            if alone:
-                return y
+        separate = self.split_backward or not torch.is_grad_enabled()
+        if alone and (separate or accumulator_of(self.weight) is None):
+            return self.products.linear(x, self.weight, self.bias)
+        if not alone and (separate or not on_accelerator(x)):
+            y = self.products.linear(x, self.weight)
             if self.sequence_parallel:
                 y = reduce_scatter_sequence(y, self.group)
             else:
@@ -164,13 +166,13 @@ class RowParallelLinear(ShardedModule):
             return y if self.bias is None else y + self.bias
         saved = self.ends_recomputed and on_accelerator(x)
         layers = LinearLayers(self.products, (self.weight, self.bias), input_is_saved=saved)
-        way = _Copied if alone else _Scattered if self.sequence_parallel else _Summed
+        exchange = _Exchange if alone else _ScatteredOutput if self.sequence_parallel else _SummedOutput
         x = input_saved(x) if saved else x
-        (summed,) = _ParallelLinear.apply(layers, way(self.group), x, self.weight, self.bias)
+        (summed,) = _ParallelLinear.apply(layers, exchange(self.group), x, self.weight, self.bias)
         return summed
 
 
-def column_parallel(
+def columns_of_parameters(
     x: Tensor,
     parameters: Parameters,
     group: Group,
@@ -193,9 +195,9 @@ def column_parallel(
         entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
         return linears(products, entered, parameters)
     layers = LinearLayers(products, parameters)
-    if group.size == 1 and not any(layers.sums):
+    if group.size == 1 and not any(layers.accumulators):
         return linears(products, x, parameters)
-    y: tuple[Tensor, ...] = _ParallelLinear.apply(layers, _entrance(group, sequence_parallel), x, *parameters)
+    y: tuple[Tensor, ...] = _ParallelLinear.apply(layers, _entry(group, sequence_parallel), x, *parameters)
     return y
 
 
@@ -205,7 +207,7 @@ def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple
     return layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
 
 
-def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
+def columns_in_one_product(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
     """What `columns_parallel` gives, side by side in one tensor that one product computes. `x`: [b, s, h] (or [b, s/t,
     h]). `layers`: as for `columns_parallel`, without biases. Returns [b, s, o/t of all layers together]; None where
     that cannot be: without gradients, with a backward that is split, or where the weights do not lie one after the
@@ -216,10 +218,8 @@ def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
     if (whole := joined([layer.weight for layer in layers])) is None:
         return None
     parameters = [parameter for layer in layers for parameter in (layer.weight, None)]
-    entrance = _entrance(first.group, first.sequence_parallel)
-    y: tuple[Tensor] = _ParallelLinear.apply(
-        LinearLayers(first.products, parameters, whole=whole), entrance, x, *parameters
-    )
+    joint = LinearLayers(first.products, parameters, whole=whole)
+    y: tuple[Tensor] = _ParallelLinear.apply(joint, _entry(first.group, first.sequence_parallel), x, *parameters)
     return y[0]
 
 
@@ -232,29 +232,30 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
 
 
 class _ParallelLinear(Node):
-    """Linear layers whose communication runs while they multiply: the way in of a column-parallel layer, or the way
-    out of a row-parallel one, says what is exchanged, and when."""
+    """Linear layers whose communication runs while they multiply: the `exchange` says what the ranks send each other,
+    and when."""
 
     @staticmethod
     def forward(
-        ctx: Any, layers: LinearLayers, way: _Copied | _Gathered | _Summed, x: Tensor, *parameters: Tensor | None
+        ctx: Any, layers: LinearLayers, exchange: _Exchange, x: Tensor, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         save_operands(ctx, layers, x, *parameters[::2])
-        ctx.way = way
-        return way.outputs(layers, x, parameters)
+        ctx.exchange = exchange
+        return exchange.outputs(layers, x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = saved_operands(ctx)
-        return None, None, *ctx.way.gradients(ctx.layers, x, weights, grads, ctx.needs_input_grad[2])
+        dx, gradients = ctx.exchange.gradients(ctx.layers, x, weights, grads, ctx.needs_input_grad[2])
+        return None, None, dx, *gradients
 
 
-def _entrance(group: Group, sequence_parallel: bool) -> _Copied | _Gathered:
-    return _Gathered(group) if sequence_parallel and group.size > 1 else _Copied(group)
+Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
+"""Of the input, None where nobody wants it, and of weight, bias, weight, ..."""
 
 
-class _Copied:
-    """Every rank holds the input: the all-reduce of its gradient runs while the weight gradients are computed."""
+class _Exchange:
+    """What the ranks of a group exchange for linear layers, and when: nothing in this one, of a group of one."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -264,14 +265,23 @@ class _Copied:
 
     def gradients(
         self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
-    ) -> Iterable[Tensor | None]:
+    ) -> Gradients:
         dx = layers.input_gradient(grads, weights) if wants_input else None
-        summing = None if dx is None or self.group.size == 1 else Sum(dx, self.group)
+        return dx, layers.parameter_gradients(x, grads)
+
+
+class _WholeInput(_Exchange):
+    """Every rank holds the input: the all-reduce of its gradient runs while the weight gradients are computed."""
+
+    def gradients(
+        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
+    ) -> Gradients:
+        summing = Sum(layers.input_gradient(grads, weights), self.group) if wants_input else None
         gradients = layers.parameter_gradients(x, grads)
-        return dx if summing is None else summing.wait(), *gradients
+        return None if summing is None else summing.wait(), gradients
 
 
-class _Gathered(_Copied):
+class _GatheredInput(_Exchange):
     """A rank holds its positions of the input, which is gathered, and once more in backward, so that only these are
     kept. The reduce-scatter of its gradient runs while the weight gradients are computed."""
 
@@ -280,19 +290,19 @@ class _Gathered(_Copied):
 
     def gradients(
         self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
-    ) -> Iterable[Tensor | None]:
+    ) -> Gradients:
         if layers.frozen:  # no gradient reads the input
-            return start_scatter(layers.input_gradient(grads, weights), self.group).wait(), *layers.parameter_gradients(
-                x, grads
-            )
+            dx = start_scatter(layers.input_gradient(grads, weights), self.group).wait()
+            return dx, layers.parameter_gradients(x, grads)
         gathering = start_gather(x, self.group)
-        scattering = gathering.input_gradient(layers, grads, weights)
+        scattering = gathering.input_gradient(layers, grads, weights) if wants_input else None
         gradients = layers.parameter_gradients(gathering.wait(), grads)
-        return scattering.wait(), *gradients
+        return None if scattering is None else scattering.wait(), gradients
 
 
-class _Summed(_Copied):
-    """Every rank computes a part of the output, and gets the sum. The first rank's product adds the bias."""
+class _SummedOutput(_Exchange):
+    """Every rank computes a part of the output, and gets the sum. The first rank's product adds the bias. The gradient
+    of the output is whole on every rank: backward exchanges nothing."""
 
     def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         weight, bias = parameters
@@ -300,13 +310,8 @@ class _Summed(_Copied):
         partial = layers.products.output(x, weight, bias if self.group.is_first else None)
         return (Sum(partial, self.group).wait(),)
 
-    def gradients(
-        self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
-    ) -> Iterable[Tensor | None]:
-        return layers.input_gradient(grads, weights), *layers.parameter_gradients(x, grads)
 
-
-class _Scattered(_Summed):
+class _ScatteredOutput(_Exchange):
     """The same where a rank gets its positions of the sum, which runs for a sample while the next is computed."""
 
     def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -321,18 +326,23 @@ class _Scattered(_Summed):
 
     def gradients(
         self, layers: LinearLayers, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], wants_input: bool
-    ) -> Iterable[Tensor | None]:
+    ) -> Gradients:
         gathering = SampleGathers(grads[0], self.group)
-        dx = torch.empty_like(x)
+        dx = torch.empty_like(x) if wants_input else None
         for number, sample in enumerate(gathering.samples()):
-            layers.products.write_input_gradient(dx[number], sample, weights[0])
+            if dx is not None:
+                layers.products.write_input_gradient(dx[number], sample, weights[0])
+        learns = layers.parameters[1] is not None and not layers.frozen
         # The bias's gradient is of this rank's positions: `WeightUpdate._all_reduce_replicated_grads` sums it, once a
         # step.
-        return (
-            dx,
-            layers.weight_gradient(x, gathering.whole),
-            grads[0].sum((0, 1)) if layers.parameters[1] is not None and not layers.frozen else None,
-        )
+        return dx, (layers.weight_gradient(x, gathering.whole), grads[0].sum((0, 1)) if learns else None)
+
+
+def _entry(group: Group, sequence_parallel: bool) -> _Exchange:
+    """What ranks exchange for column-parallel layers."""
+    if group.size == 1:
+        return _Exchange(group)
+    return _GatheredInput(group) if sequence_parallel else _WholeInput(group)
 
 
 # ---- the embedding
@@ -379,7 +389,7 @@ class VocabParallelEmbedding(ShardedModule):
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        if getattr(self.weight, "gradient_sum", None) is None:
+        if getattr(self.weight, "accumulator", None) is None:
             return F.embedding(rows, self.weight)
         return looked_up(rows, self.weight)
 
@@ -392,7 +402,7 @@ class VocabParallelOutput(ShardedModule):
         embedding_dim: h.
         multiple: local rows are padded to a multiple of this, as are the embedding's.
         bias: whether each token has one.
-        sequence_parallel, split_backward, products: as for `column_parallel`.
+        sequence_parallel, split_backward, products: as for `columns_of_parameters`.
     """
 
     def __init__(
@@ -418,9 +428,9 @@ class VocabParallelOutput(ShardedModule):
 
     def logits(self, x: Tensor) -> Tensor:
         """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, s, padded V/t]"""
-        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "gradient_sum", None) is None:
+        if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "accumulator", None) is None:
             return F.linear(x, self.weight, self.bias)
-        return column_parallel(
+        return columns_of_parameters(
             x,
             (self.weight, self.bias),
             self.group,

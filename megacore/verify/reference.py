@@ -205,7 +205,7 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
     per_count = torch.where(counts > 0, 1.0 / counts, 0.0)
     parameters = steps.model.parameters
     for parameter in parameters.values():
-        parameter.take_term = parameter.gradient_sum = None  # autograd adds up all uses
+        parameter.take_term = parameter.accumulator = None  # autograd adds up all uses
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     with _masks(layout):
         for microbatch in microbatches:

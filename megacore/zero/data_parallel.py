@@ -497,7 +497,8 @@ class Layer:
 
 
 class _Inlet:
-    """Takes a parameter's gradients: from autograd, and as a `GradientSum` from a product or look-up that adds them."""
+    """Takes a parameter's gradients: from autograd, and as a `GradientAccumulator` from a product or look-up that adds
+    them."""
 
     def __init__(self, data_parallel: DataParallel, bucket: Bucket, member: Member) -> None:
         self.bucket, self.parameter = bucket, member.parameter
@@ -515,7 +516,7 @@ class _Inlet:
         if bucket.options.exact_terms:
             parameter.take_term = self._take_term
         if is_used_once and (bucket.takes_products or (parameter.takes_rows and bucket.takes_rows)):
-            parameter.gradient_sum = self
+            parameter.accumulator = self
 
     def hook(self) -> RemovableHandle:
         """Have autograd call `_take`, without a reference to its owner: the garbage collector cannot see a tensor's
@@ -531,10 +532,10 @@ class _Inlet:
     def _take(self) -> None:
         """Move the gradient out of `.grad` into the bucket, unless it stays there."""
         gradient = self.parameter.grad
-        # What a product or a look-up has added is in the sum. Whether torch then calls hooks depends on its version.
-        if self.parameter.gradient_sum is not None and (self.is_seen if self.bucket.in_place else gradient is None):
+        # A product or a look-up may have added the gradient itself; whether torch then calls hooks depends on its
+        # version. Added to the bucket, it is not in `.grad`; in place it is, and the observer has seen it.
+        if gradient is None or (self.bucket.in_place and self.is_seen):
             return
-        assert gradient is not None
         if self._is_discarded(gradient):
             self.parameter.grad = None
         elif not self.bucket.in_place:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.parallel.sharding import GradientSum, sharded_parameters
+from megacore.parallel.sharding import GradientAccumulator, sharded_parameters
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -344,7 +344,7 @@ def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(ranks: int, tmp_path:
 class PlantedSum:
     """A sum of gradients that is multiplied by `value` whenever a look-up or a product has added to it."""
 
-    inner: GradientSum
+    inner: GradientAccumulator
     value: float
 
     def buffer(self) -> tuple[Tensor, bool]:
@@ -358,10 +358,10 @@ class PlantedSum:
 def plant_in(trainer: Trainer, name: str, value: float) -> None:
     """Make one parameter's gradient what it is times `value`, where autograd gets it or where it is added to a sum."""
     parameter = trainer.parameters[name]
-    if parameter.gradient_sum is None:
+    if parameter.accumulator is None:
         parameter.register_hook(lambda gradient: gradient * value)
     else:
-        parameter.gradient_sum = PlantedSum(parameter.gradient_sum, value)
+        parameter.accumulator = PlantedSum(parameter.accumulator, value)
 
 
 def spread_from(trainer: Trainer, block: str) -> None:
