@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -170,7 +170,7 @@ class PipelineRuntime:
                 else build_schedule("forward-only", self.group.size, microbatches, len(self.chunks))
             )
             prove(schedule, trains=trains)
-            self._plans[trains, microbatches] = _Plan.of(schedule, self.group.rank)
+            self._plans[trains, microbatches] = _Plan(schedule, list(schedule.action_groups(self.group.rank)))
         return self._plans[trains, microbatches]
 
 
@@ -179,26 +179,21 @@ class _Plan:
     """A proven schedule, and this rank's part of it."""
 
     schedule: Schedule  # of all ranks of the pipeline
-    batches: list[tuple[bool, list[Action]]]  # this rank's actions, with whether each batch is of transfers
-    backwards: Counter[int]  # how many backwards compute weight gradients of a stage, by the stage's number
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> _Plan:
-        return cls._of_batches(schedule, list(schedule.batches(rank)))
+    action_groups: list[tuple[bool, list[Action]]]  # this rank's actions, with whether each group is of transfers
 
     def only(self, microbatch: int) -> _Plan:
         """The part of the plan that computes one microbatch, which waits for nothing of others."""
         parts = [
-            (is_transfer, [action for action in batch if action.microbatch == microbatch])
-            for is_transfer, batch in self.batches
+            (is_transfer, [action for action in group if action.microbatch == microbatch])
+            for is_transfer, group in self.action_groups
         ]
-        return self._of_batches(self.schedule, [(is_transfer, batch) for is_transfer, batch in parts if batch])
+        return _Plan(self.schedule, [(is_transfer, group) for is_transfer, group in parts if group])
 
-    @classmethod
-    def _of_batches(cls, schedule: Schedule, batches: list[tuple[bool, list[Action]]]) -> _Plan:
-        actions = (action for _, batch in batches for action in batch)
-        backwards = Counter(a.stage for a in actions if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
-        return cls(schedule, batches, backwards)
+    @cached_property
+    def backwards(self) -> Counter[int]:
+        """How many backwards compute weight gradients of a stage, by the stage's number."""
+        actions = (action for _, group in self.action_groups for action in group)
+        return Counter(action.stage for action in actions if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
 
 
 class _Run:
@@ -215,26 +210,26 @@ class _Run:
     ) -> None:
         self.runtime, self.plan, self.microbatches = runtime, plan, microbatches
         self.loss_weight, self.sink, self.on_loss = loss_weight, sink, on_loss
+        self.trains = loss_weight is not None  # otherwise it evaluates
         self.arrivals: dict[tuple[Op, int, int], Arrival] = {}
         self.inputs: dict[StageMicrobatch, tuple[Tensor, ...]] = {}  # leaves, whose gradients go to the stage before
-        self.outputs: dict[
-            StageMicrobatch, tuple[GradientEdge | None, ...]
-        ] = {}  # only graphs: tensors are freed once sent
-        self.anchors: dict[StageMicrobatch, tuple[GradientEdge, ...]] = {}
-        self.halves: dict[StageMicrobatch, WeightHalf] = {}
+        # Edges of graphs, at which backward begins, and its input half ends: the tensors are freed once sent.
+        self.output_edges: dict[StageMicrobatch, tuple[GradientEdge | None, ...]] = {}
+        self.input_edges: dict[StageMicrobatch, tuple[GradientEdge, ...]] = {}
+        self.pending_weight_halves: dict[StageMicrobatch, WeightHalf] = {}
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         self.weight_gradients_left = plan.backwards.copy()
         self.losses: dict[int, Tensor] = {}  # on the last stage, of each microbatch
-        shape = runtime.task.evaluation_shape if loss_weight is None else runtime.task.loss_shape
+        shape = runtime.task.loss_shape if self.trains else runtime.task.evaluation_shape
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
         observer = self.runtime.observer
-        for is_transfer, batch in self.plan.batches:
+        for is_transfer, group in self.plan.action_groups:
             if is_transfer:
-                self.transfer(batch)
+                self.transfer(group)
                 continue
-            for action in batch:
+            for action in group:
                 with nullcontext() if observer is None else observer.action(action):
                     self.compute(action)
         if self.plan.schedule.ranks > 1:
@@ -260,44 +255,50 @@ class _Run:
     def forward(self, action: Action) -> None:
         runtime, task, key = self.runtime, self.runtime.task, (action.stage, action.microbatch)
         microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
-        x = self.stage_input(action)
+        is_last, x = action.stage == runtime.last_stage, self.stage_input(action)
         task.streams.microbatch = microbatch.index
         watched = phase(Phase.FORWARD, stage=action.stage, microbatch=action.microbatch)
         with watched, runtime.timer.measure(action):
-            is_last = action.stage == runtime.last_stage
-            y = stage(x, partial(task.last_inputs, self.loss_weight, microbatch) if is_last else tuple)
             if is_last:
-                y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
-                if self.loss_weight is not None and y.shape != task.loss_shape:  # that of the gradient
-                    raise ValueError(f"the loss has the shape {tuple(y.shape)}, and its task says {task.loss_shape}")
-                if self.on_loss is not None:
-                    self.on_loss(action.microbatch, y.detach())
-                # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
-                self.losses[action.microbatch] = y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
-                self.total_loss += self.losses[action.microbatch]
+                y = self.loss(stage(x, partial(task.last_inputs, self.loss_weight, microbatch)), action.microbatch)
+            else:
+                y = stage(x)
         outputs = tensors_of(y)
-        if action.stage < runtime.last_stage:
+        if not is_last:
             self.require_specs(action, outputs)
             self.to_send[Op.SEND_OUTPUT, *key] = tuple(tensor.detach() for tensor in outputs)
-        if self.loss_weight is not None:
-            self.outputs[key] = tuple(
+        if self.trains:
+            self.output_edges[key] = tuple(
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for tensor in outputs
                 if TensorSpec.of(tensor).has_gradient
             )
             # On stage 0, whose input has no gradient: the outputs of its first layer.
-            self.anchors[key] = tuple(map(get_gradient_edge, self.inputs.get(key, ()))) or stage.first_outputs
+            self.input_edges[key] = tuple(map(get_gradient_edge, self.inputs.get(key, ()))) or stage.first_outputs
             stage.first_outputs = ()  # it would keep the graph of the step's last microbatch
+
+    def loss(self, output: Any, number: int) -> Tensor:
+        """The loss of the last layer's output, which is added to that of the pass. `number`: of the microbatch."""
+        task, microbatch = self.runtime.task, self.microbatches[number]
+        loss = task.loss(output, microbatch) if self.trains else task.evaluation_loss(output, microbatch)
+        if self.trains and loss.shape != task.loss_shape:  # that of the gradient
+            raise ValueError(f"the loss has the shape {tuple(loss.shape)}, and its task says {task.loss_shape}")
+        if self.on_loss is not None:
+            self.on_loss(number, loss.detach())
+        # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
+        self.losses[number] = loss.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+        self.total_loss += self.losses[number]
+        return loss
 
     def backward(self, action: Action) -> None:
         key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
         with self.backward_phase(action), self.runtime.timer.measure(action):
-            self.begin_weight_gradients(action)
+            self.begin_backward(action)
             if outputs:
                 accumulate_gradients(tuple(outputs), tuple(gradients))
-            self.end_weight_gradients(action)
-        self.anchors.pop(key)
+            self.end_backward(action)
+        self.input_edges.pop(key)
         self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(key, ())])
 
     def input_grad(self, action: Action) -> None:
@@ -306,15 +307,15 @@ class _Run:
         with self.backward_phase(action), self.runtime.timer.measure(action):
             # Nothing to begin: a layer's weights are gathered when backward reaches it, and no gradient of a weight
             # arrives. The weights are released.
-            grads, self.halves[key] = input_half(outputs, gradients, self.anchors.pop(key))
-            self.end_weight_gradients(action)
+            grads, self.pending_weight_halves[key] = input_half(outputs, gradients, self.input_edges.pop(key))
+            self.end_backward(action)
         self.keep_input_gradients(action, grads[: len(self.inputs.pop(key, ()))])
 
     def weight_grad(self, action: Action) -> None:
         with self.backward_phase(action), self.runtime.timer.measure(action):
-            self.begin_weight_gradients(action)
-            self.halves.pop((action.stage, action.microbatch)).run()
-            self.end_weight_gradients(action)
+            self.begin_backward(action)
+            self.pending_weight_halves.pop((action.stage, action.microbatch)).run()
+            self.end_backward(action)
 
     def backward_phase(self, action: Action) -> AbstractContextManager[Any]:
         """Marks a backward, or half of one, for the watchdog."""
@@ -329,7 +330,7 @@ class _Run:
         if action.stage == 0:
             return self.runtime.task.first_input(self.microbatches[action.microbatch])
         tensors = self.arrived(Action(Op.RECV_INPUT, action.microbatch, action.stage))
-        if self.loss_weight is not None:
+        if self.trains:
             for tensor in tensors:
                 tensor.requires_grad_(TensorSpec.of(tensor).has_gradient)
             self.inputs[action.stage, action.microbatch] = tuple(t for t in tensors if t.requires_grad)
@@ -337,7 +338,7 @@ class _Run:
 
     def outputs_and_gradients(self, action: Action) -> tuple[list[GradientEdge], list[Tensor]]:
         """The edges of the graph at which a backward begins, and their gradients."""
-        outputs = self.outputs.pop((action.stage, action.microbatch))
+        outputs = self.output_edges.pop((action.stage, action.microbatch))
         if action.stage == self.runtime.last_stage:
             assert self.loss_weight is not None
             gradients: tuple[Tensor, ...] = (self.loss_weight.value().expand(self.runtime.task.loss_shape),)
@@ -353,7 +354,7 @@ class _Run:
                 for gradient, spec in zip(gradients, self.gradient_specs(action, action.stage), strict=True)
             )
 
-    def begin_weight_gradients(self, action: Action) -> None:
+    def begin_backward(self, action: Action) -> None:
         assert self.sink is not None
         self.weight_gradients_left[action.stage] -= 1
         self.sink.begin_backward(
@@ -362,7 +363,7 @@ class _Run:
             all_weights=action.op is Op.WEIGHT_GRAD,
         )
 
-    def end_weight_gradients(self, action: Action) -> None:
+    def end_backward(self, action: Action) -> None:
         assert self.sink is not None
         self.sink.end_backward(self.chunk(action))
 
@@ -397,7 +398,7 @@ class _Run:
             returns = (
                 f"layer {names[0]!r} returns" if len(names) == 1 else f"layers {', '.join(map(repr, names))} return"
             )
-            mode = "evaluation" if self.loss_weight is None else "training"
+            mode = "training" if self.trains else "evaluation"
             raise UserError(
                 f"{returns} ({', '.join(map(str, returned))}) in {mode}, but returned "
                 f"({', '.join(map(str, expected))}) when tried in evaluation mode on an input of this shape: shapes "

@@ -99,11 +99,11 @@ class Schedule:
     def computations(self, rank: int) -> list[Action]:
         return [action for action in self.actions[rank] if not action.op.is_transfer]
 
-    def batches(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:
-        """A rank's actions in batches; yields whether a batch is of transfers, which are posted together, and the
-        batch."""
-        for is_transfer, batch in groupby(self.actions[rank], key=lambda action: action.op.is_transfer):
-            yield is_transfer, list(batch)
+    def action_groups(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:
+        """A rank's actions in groups; yields whether a group is of transfers, which are posted together, and the
+        group."""
+        for is_transfer, group in groupby(self.actions[rank], key=lambda action: action.op.is_transfer):
+            yield is_transfer, list(group)
 
 
 Key = tuple[str, int, int]  # ("output" | "gradient" | "done", stage, microbatch)

@@ -90,7 +90,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Any, last_inputs: Callable[[], tuple[Tensor, ...]] = tuple) -> Any:
         """The output of the last layer for the input of the first: each a tensor or a tuple of tensors. `last_inputs`:
-        what the last layer gets besides its input; called before it."""
+        what the last layer gets besides its input, nothing by default; called before it."""
         self.first_outputs = ()
         for index in range(len(self.layers)):
             if index == len(self.layers) - 1 and (more := last_inputs()):

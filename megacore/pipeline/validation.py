@@ -113,7 +113,7 @@ def _require_local_order(schedule: Schedule) -> None:
 def _run_blocking(schedule: Schedule) -> None:
     """Execute with transfers that block: a rank posts a batch of them together, and continues once each has met its
     other side; between two ranks, messages meet in the order of posting."""
-    runs = [[run for is_transfer, run in schedule.batches(rank) if is_transfer] for rank in range(schedule.ranks)]
+    runs = [[run for is_transfer, run in schedule.action_groups(rank) if is_transfer] for rank in range(schedule.ranks)]
     posted: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)  # from, to, whether the receiving side
     waiting: list[list[tuple[tuple[int, int, bool], int]]] = [[] for _ in runs]
 

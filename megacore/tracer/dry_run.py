@@ -116,7 +116,7 @@ def rank_kinds(config: ResolvedConfig) -> list[list[int]]:
     def work(stage: int) -> Hashable:
         actions = tuple(
             (is_transfer, tuple((a.op, a.microbatch, a.stage // parallel.pp) for a in batch))
-            for is_transfer, batch in schedule.batches(stage)
+            for is_transfer, batch in schedule.action_groups(stage)
         )
         held = [[layers[i] for i in numbers] for numbers in stages[stage :: parallel.pp]]
         return actions, tuple(tuple((layer.held, layer.shared, id(layer.block)) for layer in chunk) for chunk in held)

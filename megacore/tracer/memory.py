@@ -29,7 +29,7 @@ def traced_rank(
     on_rank = staged.on_rank(config, rank)
     like = [alike(config, chunk)[1] for chunk in on_rank.chunks]
     held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu, number=number)
-    return _traced(config, held, profile, like, list(_schedule(config).batches(rank)))
+    return _traced(config, held, profile, like, list(_schedule(config).action_groups(rank)))
 
 
 def traced_memory(
@@ -56,7 +56,7 @@ def traced_memory(
         for rank in ranks:
             held = held_state(config, staged.on_rank(config, rank), rank=rank, on_cpu=on_cpu)
             like = [numbers for _, numbers in stages[rank]]
-            found[rank] = _traced(config, held, profile, like, list(schedule.batches(rank)))
+            found[rank] = _traced(config, held, profile, like, list(schedule.action_groups(rank)))
     if copies_logits:
         last = found[staged.ranks - 1]
         found[staged.ranks - 1] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))

@@ -197,7 +197,7 @@ def peak_of(
 ) -> StepPeak:
     """The peak of a rank that takes these actions. `profile`: of the rank, or of one with the same kinds of layers.
     `stages`: for each layer of each of its stages, which of the built layers it is like. `order`: its actions, in
-    batches as `Schedule.batches` has them."""
+    groups as `Schedule.action_groups` has them."""
     ranks = config.parallel.pp
     changes = {
         key: [change_of(stages[key[1]], one.passages, key[0])._replace(after=one.after) for one in passes]
