@@ -26,7 +26,7 @@ from megacore.data import KnowsDocuments
 from megacore.optim.nonfinite import IMPLAUSIBLE_WEIGHT, Culprit, NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of
-from megacore.train.step import BatchWeight, Diagnosis, TrainStep
+from megacore.train.step import BatchLossWeight, Diagnosis, TrainStep
 
 _LARGE = {"fp16": 1e3, "bf16": 1e12, "fp32": 1e12}
 """Activations above this are near an overflow, because products of them are summed; by --precision."""
@@ -72,7 +72,7 @@ class _Again(NamedTuple):
     culprit: Culprit | None
 
 
-def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float) -> Diagnosis:
+def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchLossWeight, *, last_loss: float) -> Diagnosis:
     """Find the cause; all ranks call this together, after a step that was skipped. `last_loss`: mean loss of the last
     step that updated the weights."""
     non_finite = steps.update.non_finite_state()
@@ -116,7 +116,7 @@ def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | N
 class _Case:
     """The step that was not finite."""
 
-    def __init__(self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight) -> None:
+    def __init__(self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchLossWeight) -> None:
         self._steps, self._microbatches, self._weight = steps, list(microbatches), weight
         self._mesh, self._model = steps.mesh, steps.model
         self._replicas: list[int] = all_gather_objects(self._mesh.batch.rank, self._mesh.world)  # of every rank

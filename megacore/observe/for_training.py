@@ -32,7 +32,7 @@ from megacore.train.callbacks import Callback, Event
 from megacore.train.engine import PipelineEngine
 from megacore.train.observers import Observers, say
 from megacore.train.parallelize import ParallelModel
-from megacore.train.step import BatchWeight, Diagnosis, TrainStep
+from megacore.train.step import BatchLossWeight, Diagnosis, TrainStep
 from megacore.train.step_hooks import StepHook
 from megacore.train.trainer import Trainer
 from megacore.train.watchdog import watchdog
@@ -74,7 +74,7 @@ class _Observers(Observers):
         return hooks
 
     def diagnose(
-        self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float
+        self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchLossWeight, *, last_loss: float
     ) -> Diagnosis:
         return diagnosis.diagnose(steps, microbatches, weight, last_loss=last_loss)
 

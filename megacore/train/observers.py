@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
     from megacore.train.engine import PipelineEngine
     from megacore.train.parallelize import ParallelModel
-    from megacore.train.step import BatchWeight, Diagnosis, TrainStep
+    from megacore.train.step import BatchLossWeight, Diagnosis, TrainStep
     from megacore.train.step_hooks import StepHook
     from megacore.train.trainer import Trainer
 
@@ -45,7 +45,7 @@ class Observers:
         return []
 
     def diagnose(
-        self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float
+        self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchLossWeight, *, last_loss: float
     ) -> Diagnosis | None:
         """Why a step was skipped as not finite; all ranks call this together. `last_loss`: mean, of the last update."""
         return None

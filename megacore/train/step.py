@@ -88,7 +88,7 @@ class Evaluation:
     counts: Tensor
 
 
-class BatchWeight:
+class BatchLossWeight:
     """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
     `counts`: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`. `loss_scale`:
     the fp16 loss scale, a further factor of `value`."""
@@ -130,7 +130,7 @@ class TrainStep:
         # Learning rate of the next step, where the caller sets it; None: that of the configuration.
         self.rate: float | None = None
         self._microbatches: Sequence[Any] = ()
-        self._weight: BatchWeight | None = None
+        self._loss_weight: BatchLossWeight | None = None
         # The steps since the last update or load that were not finite, and had a diagnosis.
         self.not_finite: list[StepResult] = []
         self._summed_loss: Tensor | None = None
@@ -144,32 +144,33 @@ class TrainStep:
         self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
         for hook in self.hooks:
             hook.before_gradients(self, microbatches)
-        weight = self.begin(torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0))
+        loss_weight = self.begin(torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0))
         computes = next(filter(None, (hook.computes(self.step + 1) for hook in self.hooks)), None)
         if computes is not None:
-            self._summed_loss = computes(microbatches, weight)
+            self._summed_loss = computes(microbatches, loss_weight)
         else:
-            self._summed_loss = self.model.runtime.train_step(microbatches, weight, self.model.data_parallel)
+            self._summed_loss = self.model.runtime.train_step(microbatches, loss_weight, self.model.data_parallel)
 
-    def begin(self, counts: Tensor, *, updates: bool = True) -> BatchWeight:
+    def begin(self, counts: Tensor, *, updates: bool = True) -> BatchLossWeight:
         """Begin a step: drop the gradients of the last one. `counts`: of this rank's microbatches together, fp64 of
         the loss's shape; replaced by the global batch's. `updates`: whether the weights are updated from these
         gradients."""
         scale = self.update.scaler.scale
-        self._weight = BatchWeight(counts, self.mesh.loss, scale)
+        self._loss_weight = BatchLossWeight(counts, self.mesh.loss, scale)
+        # False where the optimizer's ranks exchange momentum instead of gradients.
         sums_gradients = self.update.optimizer.begin_step(self.update.updates)
         self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients, compresses=updates)
         for hook in self.hooks:
             hook.begin_step(self.step + 1, scale)
-        return self._weight
+        return self._loss_weight
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Backward of a microbatch whose forward the caller has run, between `begin` and `update_weights`, without
         pipeline. `loss`: summed over what `begin` counts, a scalar. `is_last`: of the step's microbatches."""
-        assert self._weight is not None, "begin comes first"
+        assert self._loss_weight is not None, "begin comes first"
         data_parallel, summed = self.model.data_parallel, loss.detach().double()
         data_parallel.begin_backward(0, last=is_last, all_weights=True)
-        (loss.float() * self._weight.value()).backward()
+        (loss.float() * self._loss_weight.value()).backward()
         data_parallel.end_backward(0)
         self._summed_loss = summed if self._summed_loss is None else self._summed_loss + summed
 
@@ -186,15 +187,15 @@ class TrainStep:
                 finite.
             TrainingStopped: ranks took part in an operation with different sizes.
         """
-        assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
-        weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
-        self._weight, self._summed_loss, self._microbatches = None, None, ()
+        assert self._loss_weight is not None and self._summed_loss is not None, "compute_gradients comes first"
+        loss_weight, summed_loss, microbatches = self._loss_weight, self._summed_loss, self._microbatches
+        self._loss_weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
         self.update.optimizer.decoupled_lr = self.decoupled_lr()
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
-            per_count = weight.per_count()
+            per_count = loss_weight.per_count()
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(watchdog().different_operations(self.step, self.mesh))
@@ -206,14 +207,14 @@ class TrainStep:
             self.not_finite.clear()
         if outcome.is_unexpected and microbatches:
             with section(Phase.EVALUATE):
-                diagnosis = observers().diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+                diagnosis = observers().diagnose(self, microbatches, loss_weight, last_loss=self.update.last_loss)
         if outcome.is_unexpected and outcome.stop is not None and diagnosis is None:  # its microbatches are gone
             raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         result = StepResult(
             step=self.step,
             loss=means.sum(),
             means=means,
-            counts=weight.counts,
+            counts=loss_weight.counts,
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
