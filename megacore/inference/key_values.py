@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from megacore.config import ResolvedModel
 from megacore.layers.attention import Attention, SelfAttention
-from megacore.layers.block import MLP, GatedMLP, ParallelBlock, SharedNormBlock, TransformerBlock
+from megacore.layers.block import MLP, GatedMLP, TransformerBlock
 from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.moe import MoE
 from megacore.models.gpt import GPTEmbedding, GPTHead, next_token_logits
 from megacore.ops.block_attention import Scene, attend
 from megacore.pipeline.stage import Stage
 
-_BLOCKS = (TransformerBlock, ParallelBlock, SharedNormBlock)
 _ATTENTIONS, _MLPS = (SelfAttention, LatentAttention), (MLP, GatedMLP, MoE)
 _BY_LENGTH = ("dynamic", "longrope")  # kinds of --rope-scaling that turn earlier positions otherwise in a longer text
 
@@ -96,4 +95,4 @@ class KeyValues:
 
 def _is_own(block: nn.Module) -> bool:
     """Whether all that a block consists of is megacore's: no subclass, which may look elsewhere."""
-    return type(block) in _BLOCKS and type(block.attention) in _ATTENTIONS and type(block.mlp) in _MLPS
+    return type(block) is TransformerBlock and type(block.attention) in _ATTENTIONS and type(block.mlp) in _MLPS

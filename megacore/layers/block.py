@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol, Unpack, cast, overload
+from typing import ClassVar, Protocol, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,14 @@ Recipe = tuple[Callable[..., Tensor], *tuple[Tensor, ...]]
 """A function and its inputs, from which a tensor can be made again."""
 
 
-def run(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor | None) -> Tensor:
+def run(layer: Callable[..., Tensor], x: Tensor, _: Recipe, *others: Tensor | None) -> Tensor:
     """layer(x, *others)"""
     return layer(x, *others)
 
 
-def run_light(layer: Callable[..., Tensor], x: Tensor, made: Recipe, *others: Tensor | None) -> Tensor:
-    """layer(x, *others), which keeps for backward not x but what it was made from."""
-    with computed_again(x, partial(made[0], *made[1:])):
+def run_recomputing_input(layer: Callable[..., Tensor], x: Tensor, recipe: Recipe, *others: Tensor | None) -> Tensor:
+    """layer(x, *others), which keeps for backward not x but the inputs of its recipe."""
+    with computed_again(x, partial(recipe[0], *recipe[1:])):
         return layer(x, *others)
 
 
@@ -57,7 +57,7 @@ class MLP(nn.Module):
         # the activation's backward would run twice; compiled code fuses the two anyway.
         self.fuses_bias = config.activation == "gelu" and bias and not context.split_backward
         # ReLU keeps its output itself.
-        self.run = run_light if context.recompute_light and config.activation != "relu" else run
+        self.run = run_recomputing_input if context.recompute_light and config.activation != "relu" else run
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
@@ -81,7 +81,7 @@ class GatedMLP(MLP):
         # On a device one product computes both, if their weights are neighbours in memory. Memory order is the reverse
         # of the order of use (zero/layout.py): up comes first there, and in the joined output.
         self.joins = config.activation == "swiglu" and not config.mlp_bias
-        self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
+        self.gate.weight.adjacent_to_next = self.joins and context.device.type != "cpu"
 
     def forward(self, x: Tensor) -> Tensor:
         both = columns_in_one_product(x, [self.up, self.gate]) if self.joins and ops.on_accelerator(x) else None
@@ -187,9 +187,9 @@ class BuildsAttention(Protocol):
 
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with norms of what attention and MLP give, as
-    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2). Where the configuration asks
-    for attention and MLP side by side, it becomes a `ParallelBlock` or a `SharedNormBlock`. Raises ConfigError where
-    the run asks for what `attention` does not have.
+    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2). The configuration may ask for
+    attention and MLP side by side instead of one after the other. Raises ConfigError where the run asks for what
+    `attention` does not have.
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -213,8 +213,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         norm = partial(build_norm, config, device=context.device)
         reads_normed, has_post_norms = config.norm_placement != "after", config.norm_placement != "before"
-        light = run_light if context.recompute_light else run
-        self.beside = context.beside
+        light = run_recomputing_input if context.recompute_light else run
+        self.side_inputs = context.side_inputs
         self.attention_norm: Norm = norm() if attention_norm and reads_normed else Unnormed()
         self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
         mixing = {"causal": True, "window": None, "rotary": None, "alibi": None, **mixing}
@@ -227,14 +227,13 @@ class TransformerBlock(nn.Module):
         self.mlp_norm: Norm = norm() if reads_normed and not config.shared_parallel_norm else Unnormed()
         self.run_mlp = light if reads_normed else run
         self.mlp = mlp(config, context)
-        self.mlp_beside = ("padding",) if getattr(self.mlp, "leaves_padding_out", False) else ()
+        self.mlp_side_inputs = ("padding",) if getattr(self.mlp, "leaves_padding_out", False) else ()
         self.mlp_post_norm = norm() if has_post_norms else None
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
         self.mlp_residual = build_residual(config, self.mlp_dropout, self.mlp_post_norm)
-        if config.parallel_residual and not isinstance(self, ParallelBlock):
-            own, kind = type(self), SharedNormBlock if config.shared_parallel_norm else ParallelBlock
-            # The methods of a subclass come first.
-            cast(Any, self).__class__ = kind if own is TransformerBlock else type(own.__name__, (own, kind), {})
+        own = type(self)  # no bound method: a model that is dropped is to free its memory at once, and not in cycles
+        parallel = own.side_by_side_on_one_norm if config.shared_parallel_norm else own.side_by_side
+        self.arrangement = parallel if config.parallel_residual else own.one_after_the_other
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -242,48 +241,44 @@ class TransformerBlock(nn.Module):
     def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """The block's output, in the form of its input. `x`: [b, s, h]; or with what `BuildContext.beside` names, such
-        as documents and positions [b, s], as for SelfAttention, which are handed on as they are."""
+        """The block's output, in the form of its input. `x`: [b, s, h]; or with what `BuildContext.side_inputs` names,
+        such as documents and positions [b, s], as for SelfAttention, which are handed on as they are."""
         if isinstance(x, Tensor):
-            return self.of_hidden(x, {})
-        hidden, *where = x
-        return (self.of_hidden(hidden, dict(zip(self.beside, where, strict=False))), *where)
+            return self.arrangement(self, x, {})
+        hidden, *others = x
+        return (self.arrangement(self, hidden, dict(zip(self.side_inputs, others, strict=False))), *others)
 
-    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-        """[b, s, h] -> [b, s, h], with what is beside it by name."""
+    # The arrangements: [b, s, h] -> [b, s, h], with the side inputs by name.
+
+    def one_after_the_other(self, x: Tensor, side: Mapping[str, Tensor]) -> Tensor:
+        """Attention, whose sum with the residual stream the MLP reads."""
         normed, x = self.attention_norm.with_input(x)
-        attended = self._attended(normed, x, beside)
+        attended = self._attended(normed, x, side)
         normed, x = self.attention_residual.add_and_norm(self.mlp_norm, attended, x)
         del attended  # no backward needs it
-        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(beside.get, self.mlp_beside))
+        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(side.get, self.mlp_side_inputs))
         return self.mlp_residual.add(mixed, x)
 
-    def _attended(self, normed: Tensor, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-        where = map(beside.get, ("documents", "positions"))
-        return self.run_attention(self.attention, normed, (self.attention_norm, x), *where)
-
-
-class ParallelBlock(TransformerBlock):
-    """Attention and MLP side by side, as in GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1)."""
-
-    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+    def side_by_side(self, x: Tensor, side: Mapping[str, Tensor]) -> Tensor:
+        """Attention and MLP of the same input, as in GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1)."""
         normed, x = self.attention_norm.with_input(x)
-        attended = self._attended(normed, x, beside)
+        attended = self._attended(normed, x, side)
         normed, x = self.mlp_norm.with_input(x)
         residual = self.attention_residual.add(attended, x)
         del attended  # no backward needs it
-        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(beside.get, self.mlp_beside))
+        mixed = self.run_mlp(self.mlp, normed, (self.mlp_norm, x), *map(side.get, self.mlp_side_inputs))
         return self.mlp_residual.add(mixed, residual)
 
-
-class SharedNormBlock(ParallelBlock):
-    """With one norm for both, as in GPT-J."""
-
-    def of_hidden(self, x: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+    def side_by_side_on_one_norm(self, x: Tensor, side: Mapping[str, Tensor]) -> Tensor:
+        """With one norm for both, as in GPT-J."""
         normed, x = self.attention_norm.with_input(x)
-        residual = self.attention_residual.add(self._attended(normed, x, beside), x)
-        mixed = self.run_mlp(self.mlp, normed, (self.attention_norm, x), *map(beside.get, self.mlp_beside))
+        residual = self.attention_residual.add(self._attended(normed, x, side), x)
+        mixed = self.run_mlp(self.mlp, normed, (self.attention_norm, x), *map(side.get, self.mlp_side_inputs))
         return self.mlp_residual.add(mixed, residual)
+
+    def _attended(self, normed: Tensor, x: Tensor, side: Mapping[str, Tensor]) -> Tensor:
+        where = map(side.get, ("documents", "positions"))
+        return self.run_attention(self.attention, normed, (self.attention_norm, x), *where)
 
 
 class PostNormBlock(nn.Module):
@@ -296,7 +291,7 @@ class PostNormBlock(nn.Module):
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.attention_residual = build_residual(config, self.attention_dropout, None)
         self.attention_norm = build_norm(config, device=context.device)
-        self.run_mlp = run_light if context.recompute_light else run
+        self.run_mlp = run_recomputing_input if context.recompute_light else run
         self.mlp = build_mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
         self.mlp_residual = build_residual(config, self.mlp_dropout, None)

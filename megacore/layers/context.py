@@ -52,7 +52,7 @@ class BuildContext:
     # Input and weight gradients are computed separately, as some schedules and --reproducible need.
     split_backward: bool = False
     # Names of what follows the hidden states in the input of a block, in order.
-    beside: tuple[str, ...] = ("documents", "positions")
+    side_inputs: tuple[str, ...] = ("documents", "positions")
     padded_documents: bool = True  # whether document numbers may be 0, which is padding
     attention: Attention = "auto"  # which implementation computes attention
     products: Products = TORCH  # computes the matrix products of every linear layer, the output layer's included
@@ -82,7 +82,7 @@ class BuildContext:
             recompute_light=config.training.recompute == "light",
             recompute_full=config.training.recompute == "full",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
-            beside=config.beside_hidden_states,
+            side_inputs=config.beside_hidden_states,
             padded_documents=config.padded_documents,
             attention=config.training.attention,
             blocks=Blocks(

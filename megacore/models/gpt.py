@@ -47,8 +47,9 @@ class GPTEmbedding(ShardedModule):
             self.positions = replicated(config.position_rows, config.hidden_size, device=context.device)
         self.offset = config.position_offset
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
-        self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence, self.beside, self.blocks = context.sequence, context.beside, context.blocks
+        self.sequence_parallel_group = context.layer_group if context.sequence_parallel else ALONE
+        self.context_parallel, self.canonical_blocks = context.sequence, context.blocks
+        self.side_inputs = context.side_inputs
         self.multiplier = config.embedding_multiplier
 
     @overload
@@ -58,12 +59,12 @@ class GPTEmbedding(ShardedModule):
 
     def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """The hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]), in the form of the input. `x`: tokens [b,
-        s] int64, this rank's positions; or with what `BuildContext.beside` names, of whole sequences, which is handed
-        on as it is."""
+        s] int64, this rank's positions; or with what `BuildContext.side_inputs` names, of whole sequences, which is
+        handed on as it is."""
         if isinstance(x, Tensor):
             return self._embedded(x)
-        tokens, *beside = x
-        return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
+        tokens, *others = x
+        return (self._embedded(tokens, dict(zip(self.side_inputs, others, strict=False)).get("positions")), *others)
 
     def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         # Positions are looked up first, for backward to come to them last: it has summed the gradients of a tied token
@@ -83,14 +84,14 @@ class GPTEmbedding(ShardedModule):
     def _positions_of(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Rows of the table for the positions that this rank holds."""
         assert self.positions is not None
-        here = local_positions(tokens.shape[1], self.split)
+        here = local_positions(tokens.shape[1], self.sequence_parallel_group)
         if positions is not None:
-            rows_of = self.sequence.take(positions, 1)[:, here] + self.offset
-            return self.blocks.over_positions(F.embedding, [rows_of], [self.positions])
+            rows_of = self.context_parallel.take(positions, 1)[:, here] + self.offset
+            return self.canonical_blocks.over_positions(F.embedding, [rows_of], [self.positions])
         table: Tensor = self.positions[self.offset :] if self.offset else self.positions
-        if self.sequence.group.size > 1:
-            rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
-            return rows[here]
+        if self.context_parallel.group.size > 1:
+            length = self.context_parallel.whole_length(tokens.shape[1])
+            table = self.context_parallel.take(table, 0, length=length)
         return table[here]
 
 

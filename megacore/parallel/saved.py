@@ -172,17 +172,17 @@ class _Block:
         """Let the current stream wait until a memory is on the device. Where its block is not there, fetch what is
         still wanted of it, and begin to fetch the block before it, which backward comes to next."""
         if self not in self._here:
-            self._come(beside=None)
+            self._come(keeping=None)
         if memory.device is None:
             self._fetch([memory])
         self._wait_for_copies()
         previous = None if self._previous is None else self._previous()
         if previous is not None and previous not in self._here:
-            previous._come(beside=self)
+            previous._come(keeping=self)
 
-    def _come(self, beside: _Block | None) -> None:
-        """Begin to fetch what is still wanted; all blocks but `beside` leave."""
-        for block in [block for block in self._here if block is not beside]:
+    def _come(self, keeping: _Block | None) -> None:
+        """Begin to fetch what is still wanted; all blocks but `keeping` leave."""
+        for block in [block for block in self._here if block is not keeping]:
             block.leave()
         self._here.append(self)
         self._fetch(memory for memory in self._memories.values() if memory.is_wanted)

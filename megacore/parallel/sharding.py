@@ -88,7 +88,7 @@ class _Sliced:
     take_term: TakeTerm | None = None  # takes gradients that autograd must not add up itself; None: it may
     # Keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one product can read
     # both.
-    beside_next: bool = False
+    adjacent_to_next: bool = False
 
     def named(self, name: str) -> None:
         """Give the parameter its global name; a tied parameter keeps the first."""

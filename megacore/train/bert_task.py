@@ -83,7 +83,7 @@ class BertTask(TransformerTask):
 
     def counts(self, microbatch: BertBatch) -> Tensor:
         """Masked tokens and, with a sentence task, pairs: fp64 [1] or [2]."""
-        counts = [self.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))]
+        counts = [self.counted_here(microbatch.loss_mask.sum(dtype=torch.float64))]
         if self.has_pairs:
             counts.append((microbatch.sentence_labels != _NO_PAIR).sum(dtype=torch.float64))
         return torch.stack(counts)
@@ -95,7 +95,7 @@ class BertTask(TransformerTask):
             likeliest, *pairs = pairs
         else:
             likeliest = vocab_parallel_argmax(tokens, self.share)
-        right = [self.counted_once((likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum())]
+        right = [self.counted_here((likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum())]
         right += [(pair.argmax(-1) == microbatch.sentence_labels).float().sum() for pair in pairs]
         return torch.cat([self._losses(tokens, pairs, microbatch, None), torch.stack(right)])
 
@@ -112,7 +112,7 @@ class BertTask(TransformerTask):
         """Sums from the tokens' logits, or their loss where the head has it, and from the pairs' logits, if any."""
         labels, mask = microbatch.sentence_labels, microbatch.loss_mask
         if self.head_has_loss:
-            sums = [self.counted_once(tokens)]
+            sums = [self.counted_here(tokens)]
         else:
             loss_sum = self.compiled_loss or summed_cross_entropy
             sums = [loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]

@@ -47,9 +47,9 @@ class GPTTask(TransformerTask):
         drawn = RandomWeights(config.model, seed=config.training.seed, width_ratio=config.width_ratio)
         specs = with_adapters(layers(config.model, context), config.lora, config.model, context)
         super().__init__(config, context, specs, weights or drawn)
-        self.beside = config.beside_hidden_states
-        if self.beside:
-            self.batch_type = PaddedMicrobatch if "padding" in self.beside else PackedMicrobatch
+        self.side_inputs = config.beside_hidden_states
+        if self.side_inputs:
+            self.batch_type = PaddedMicrobatch if "padding" in self.side_inputs else PackedMicrobatch
         self.layers_from = "configuration" if layers is gpt_layers else "program"
 
     def initialize_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -70,13 +70,13 @@ class GPTTask(TransformerTask):
         )
 
     def first_input(self, microbatch: Microbatch) -> Tensor | tuple[Tensor, ...]:
-        """The tokens [b, s]; of packed documents with what the layers get beside them, of whole sequences."""
+        """The tokens [b, s]; of packed documents with what else the layers get, of whole sequences."""
         if not isinstance(microbatch, PackedMicrobatch):
             return microbatch.tokens
         known = {"documents": microbatch.documents, "positions": microbatch.positions}
         if isinstance(microbatch, PaddedMicrobatch):
             known["padding"] = microbatch.padding
-        return (microbatch.tokens, *(known[name] for name in self.beside))
+        return (microbatch.tokens, *(known[name] for name in self.side_inputs))
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """Logits [b, s, padded V/t], or the loss where the head has it -> summed cross-entropy, scalar fp32."""
@@ -87,7 +87,7 @@ class GPTTask(TransformerTask):
         return self._cross_entropy(output, microbatch, None)
 
     def counts(self, microbatch: Microbatch) -> Tensor:
-        return self.counted_once(microbatch.loss_mask.sum(dtype=torch.float64))
+        return self.counted_here(microbatch.loss_mask.sum(dtype=torch.float64))
 
     def flops_per_sequence(self) -> float:
         model, length, lora = self.config.model, self.config.data.seq_length, self.config.lora
@@ -97,7 +97,7 @@ class GPTTask(TransformerTask):
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         if self.head_has_loss:
-            return self.counted_once(output)
+            return self.counted_here(output)
         labels, mask = microbatch.labels, microbatch.loss_mask
         if self.compiled_loss is not None:
             return self.compiled_loss(output, labels, mask, options=options, share=self.share)

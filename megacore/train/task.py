@@ -150,9 +150,10 @@ class TransformerTask(Task):
         beside = TensorSpec((samples, config.data.seq_length), torch.int64)
         return hidden, *(beside for _ in config.beside_hidden_states)
 
-    def counted_once(self, x: Tensor) -> Tensor:
-        """A sum over whole sequences for a total over all ranks: 0 but on the first of the ranks that divide them in
-        canonical blocks, with the gradient of x on all of them, as each computes some blocks of the vocabulary."""
+    def counted_here(self, x: Tensor) -> Tensor:
+        """x, a sum over whole sequences, for a total over all ranks. Of ranks that divide sequences in canonical blocks
+        only the first counts it: on the others it is 0, with the gradient of x, as each computes some blocks of the
+        vocabulary."""
         return x if not self.blocks.divide or self.blocks.sequence.group.is_first else x - x.detach()
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:

@@ -132,7 +132,7 @@ def assign_buckets(
     unfinished: dict[BucketKey, list[ShardedParameter]] = {}
     sizes: Counter[BucketKey] = Counter()  # bytes of the unfinished buckets
     for number in reversed(range(len(parameters))):
-        parameter, joins = parameters[number], number > 0 and parameters[number - 1].beside_next
+        parameter, joins = parameters[number], number > 0 and parameters[number - 1].adjacent_to_next
         if parameter.spec.name in separate:
             buckets.append([parameter])
             continue
@@ -177,7 +177,7 @@ def assign_whole(
             [round_up(parameter.numel(), unit) for parameter in members],
             shards[role],
             least=least[role] // dtype.itemsize,
-            joined={number - 1 for number, parameter in enumerate(members) if parameter.beside_next},
+            joined={number - 1 for number, parameter in enumerate(members) if parameter.adjacent_to_next},
         )
         buckets += [members[first:end] for first, end in pairwise([0, *ends])]
     return buckets

@@ -369,7 +369,7 @@ def test_a_block_tells_what_leaves_padding_out_where_it_is(placement: Any) -> No
 
     settings = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, norm_placement=placement)
     device = torch.device("cpu")
-    context = BuildContext(device=device, streams=RandomStreams(1, device), beside=("padding",))
+    context = BuildContext(device=device, streams=RandomStreams(1, device), side_inputs=("padding",))
     block = TransformerBlock(settings.resolve(seq_length=4), context, "a", mlp=lambda model, context: Experts())
     padding = torch.tensor([[0, 0, 1, 1]])
     block((torch.randn(1, 4, 8), padding))
