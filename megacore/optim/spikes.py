@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megacore.config.spikes import SpikeConfig
 
 _NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
@@ -36,6 +38,10 @@ class Limits:
 
     loss: Limit = Limit()
     norm: Limit = Limit()
+
+    def are_exceeded(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """What `exceeded` tells the host later, on the device."""
+        return (loss > self.loss.value) | (norm > self.norm.value)
 
     def exceeded(self, loss: float, norm: float) -> str | None:
         """In words; None if neither is."""

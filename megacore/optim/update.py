@@ -39,7 +39,7 @@ from megacore.optim.nonfinite import (
 )
 from megacore.optim.offload import all_threads, host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
-from megacore.optim.spikes import SpikeGuard
+from megacore.optim.spikes import Limits, SpikeGuard
 from megacore.optim.weight_average import WeightAverage
 from megacore.parallel.collectives import all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
@@ -124,23 +124,14 @@ class WeightUpdate:
             votes: numbers that are summed over all ranks along with the loss, in the same reduction, such as requests
                 to stop; as many on every rank.
         """
-        data_parallel, scale = self.data_parallel, self._gradient_scale
+        options, limits = self.data_parallel.options, self.guard.limits(step)
         total = self._finish_gradients(loss, step=step, per_count=per_count, votes=votes)
         self._set_rates(step)
         if self.average is not None:
             self.average.begin()
-        limits = self.guard.limits(step)
-        queue_more = None
-        if data_parallel.options.offload:
-            queue_more = data_parallel.begin_download
-        elif data_parallel.options.one_pass:
-            factor = self._factor(total.norm / scale, scale)
-            if self.guard.prevents_update:
-                is_spike = (total.mean > limits.loss.value) | (total.norm / scale > limits.norm.value)
-                factor = factor.masked_fill(is_spike, torch.nan)
-            queue_more = partial(self._step_in_one_pass, factor.float(), lr)
-        on_host = total.to_host(queue_more)
-        norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
+        # The step in one pass is queued before the host decides, the others are taken afterwards.
+        on_host = total.to_host(self._queued_before_decision(total, limits, lr))
+        norm, summed_votes = on_host.norm / self._gradient_scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
             return dataclasses.replace(self._skip(on_host, step), loss=total.loss, norm=norm, votes=summed_votes)
         mean = float(on_host.mean)
@@ -152,13 +143,13 @@ class WeightUpdate:
         else:
             self.guard.accept(mean, float(norm))
         clip_limit = float(self._clip_limit(norm))
-        if data_parallel.options.offload:
-            factor = self._factor(norm, scale)
-            step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
-        elif not data_parallel.options.one_pass:
-            self._step_in_place(self._factor(norm, scale), lr)
+        if options.offload:
+            factor = self._factor(norm)
+            step_on_host(self.data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
+        elif not options.one_pass:
+            self._step_in_place(self._factor(norm), lr)
         if self.average is not None:
-            with all_threads(self._host_cores) if data_parallel.options.offload else nullcontext():
+            with all_threads(self._host_cores) if options.offload else nullcontext():
                 self.average.update()
         self.scaler.good_step()
         self.updates, self._bad_steps, self.skipped_in_a_row, self.last_loss = self.updates + 1, 0, 0, mean
@@ -192,8 +183,8 @@ class WeightUpdate:
             self._counted,
             self.mesh,
             loss=loss,
-            overflow=data_parallel.overflow(),
-            weights=data_parallel.weight_check(step),
+            overflow_poison=data_parallel.overflow(),
+            weight_poison=data_parallel.weight_check(step),
             per_count=per_count,
             votes=votes,
             exact=data_parallel.options.exact_terms > 0,
@@ -220,9 +211,21 @@ class WeightUpdate:
                 f"{self._earlier_checkpoint(step)}"
             )
 
-    def _factor(self, norm: Tensor, scale: float) -> Tensor:
+    def _queued_before_decision(self, total: Totals, limits: Limits, lr: float) -> Callable[[], None] | None:
+        """What the accelerator is given to do while the host waits for the sums, and decides."""
+        if self.data_parallel.options.offload:
+            return self.data_parallel.begin_download
+        if not self.data_parallel.options.one_pass:
+            return None
+        norm = total.norm / self._gradient_scale
+        factor = self._factor(norm)
+        if self.guard.prevents_update:
+            factor = factor.masked_fill(limits.are_exceeded(total.mean, norm), torch.nan)
+        return partial(self._step_in_one_pass, factor.float(), lr)
+
+    def _factor(self, norm: Tensor) -> Tensor:
         """What gradients are multiplied by: the clipping and the loss scale; NaN for a norm that is not finite."""
-        return clip_factor(norm, self._clip_limit(norm)).where(norm.isfinite(), torch.nan) / scale
+        return clip_factor(norm, self._clip_limit(norm)).where(norm.isfinite(), torch.nan) / self._gradient_scale
 
     def _clip_limit(self, norm: Tensor) -> Tensor | float:
         """The norm that the gradients may have; infinite if it has no limit."""
@@ -303,7 +306,7 @@ class WeightUpdate:
         loss_is_finite = bool(total.loss.isfinite().all())
         scaled = self.scaler.scale != 1.0
         where = describe_source(self.data_parallel, self.mesh, loss_is_finite=loss_is_finite, scaled=scaled)
-        if self.scaler.dynamic and loss_is_finite and total.weights.isfinite():
+        if self.scaler.dynamic and loss_is_finite and total.weight_poison.isfinite():
             before = self.scaler.scale
             if not self.scaler.overflow():
                 raise TrainingDiverged(
@@ -372,13 +375,13 @@ class Totals:
     norm: Tensor  # the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not
     loss: Tensor  # the loss summed over the global batch
     mean: Tensor  # the mean loss, a scalar
-    weights: Tensor  # a scalar: 0 if the weights are finite on all ranks, otherwise not finite
+    weight_poison: Tensor  # a scalar: 0 if the weights are finite on all ranks, otherwise not finite
     votes: Tensor  # of all ranks, [votes]
 
     def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
         """Copy to the host, once, and wait. `queue_more`: queues work on the accelerator behind the copy, before the
         wait."""
-        scalars = (self.norm, self.mean, self.weights)
+        scalars = (self.norm, self.mean, self.weight_poison)
         numbers, copied = torch.cat([*(x.view(1) for x in scalars), self.loss.reshape(-1), self.votes]), None
         if numbers.device.type != "cpu":
             source, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -389,8 +392,8 @@ class Totals:
             queue_more()
         if copied is not None:
             copied.synchronize()
-        (norm, mean, weights), loss, votes = numbers.split([len(scalars), self.loss.numel(), self.votes.numel()])
-        return Totals(norm=norm, mean=mean, weights=weights, loss=loss.view_as(self.loss), votes=votes)
+        (norm, mean, poison), loss, votes = numbers.split([len(scalars), self.loss.numel(), self.votes.numel()])
+        return Totals(norm=norm, mean=mean, weight_poison=poison, loss=loss.view_as(self.loss), votes=votes)
 
 
 def counted_segments(segments: Iterable[LocalSegment], mesh: Mesh) -> list[LocalSegment]:
@@ -400,12 +403,12 @@ def counted_segments(segments: Iterable[LocalSegment], mesh: Mesh) -> list[Local
 
 @torch.no_grad()
 def totals(
-    counted: Iterable[LocalSegment],
+    segments: Iterable[LocalSegment],
     mesh: Mesh,
     *,
     loss: Tensor | float = 0.0,
-    overflow: Tensor | float = 0.0,
-    weights: Tensor | float = 0.0,
+    overflow_poison: Tensor | float = 0.0,
+    weight_poison: Tensor | float = 0.0,
     per_count: Tensor | float = 1.0,
     votes: Sequence[int] = (),
     exact: bool = False,
@@ -413,20 +416,20 @@ def totals(
     """Sum over all ranks.
 
     Args:
-        counted: the `counted_segments` of this rank, with gradients that are already summed over replicas.
+        segments: the `counted_segments` of this rank, with gradients that are already summed over replicas.
         loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
-        overflow: not finite if a gradient on this rank was not.
-        weights: not finite if a weight on this rank is not.
+        overflow_poison: 0, or not finite if a gradient on this rank was not.
+        weight_poison: 0, or not finite if a weight on this rank is not.
         per_count: what each sum of the loss is multiplied by for the mean loss.
         votes: this rank's terms of further sums; as many on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    by_bucket = _counted_gradients(counted)
+    by_bucket = _counted_gradients(segments)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
     sums = torch.zeros(3 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
-    squares, overflows, checked, losses, ballot = sums.split([1, 1, 1, shares.numel(), len(votes)])
-    overflows += overflow  # each of the two is 0, or not finite: then the norm is not finite on any rank
-    checked += weights
+    squares, overflows, weights, losses, ballot = sums.split([1, 1, 1, shares.numel(), len(votes)])
+    overflows += overflow_poison  # each of the two is 0, or not finite: then the norm is not finite on any rank
+    weights += weight_poison
     if mesh.layer.is_first and mesh.copies.is_first:
         losses.copy_(shares.flatten())
     for number, vote in enumerate(votes):
@@ -448,7 +451,7 @@ def totals(
     poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
     total = losses.view_as(shares)
     return Totals(
-        norm=square.sqrt() + poison, loss=total, mean=(total * per_count).sum(), weights=checked[0], votes=ballot
+        norm=square.sqrt() + poison, loss=total, mean=(total * per_count).sum(), weight_poison=weights[0], votes=ballot
     )
 
 

@@ -324,7 +324,7 @@ def test_norm_and_clipping_are_torchs() -> None:
 def test_a_loss_that_is_not_finite_poisons_the_norm_and_votes_travel_with_it() -> None:
     for poison in (math.inf, math.nan):
         assert not totals([], ALONE, loss=poison).norm.isfinite()
-        assert not totals([], ALONE, overflow=poison).norm.isfinite()
+        assert not totals([], ALONE, overflow_poison=poison).norm.isfinite()
     loss = torch.tensor([math.nan, 2.0])
     found = totals([], ALONE, loss=loss, votes=[0, 1, 3]).to_host()
     assert found.votes.tolist() == [0, 1, 3]
