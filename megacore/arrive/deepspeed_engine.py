@@ -194,7 +194,7 @@ class Engine:
         # Dropout masks follow the microbatch's number in the run, whatever the layout.
         steps.task.streams.microbatch = self.micro_steps * readers.size + readers.rank
         convert = self.pipeline.task.in_training_format
-        data_parallel.hold_parameters(0, all_weights=True)
+        data_parallel.gather_parameters(0)
         try:
             return self.module(*map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
         finally:

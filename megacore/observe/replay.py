@@ -129,9 +129,9 @@ class _Recorded:
         """Record, if it is the chunk's first."""
         self._records = chunk not in self._begun
         self._begun.add(chunk)
-        if self.discards:
-            self._data_parallel.hold_parameters(chunk, all_weights=all_weights)
-        else:
+        if self.discards and all_weights:
+            self._data_parallel.gather_parameters(chunk)
+        elif not self.discards:
             self._data_parallel.begin_backward(chunk, last=last, all_weights=all_weights)
 
     def end_backward(self, chunk: int) -> None:

@@ -113,9 +113,9 @@ class Bucket:
         self._gathering: Pending | None = None
 
         # Whether the memory of gradients is given back between steps: nothing is summed over ranks, nothing converted.
-        self._forgets = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
+        self._drops_buffer = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
         # Whether they also stay in `.grad`, where autograd puts them. A step in one pass reads one flat buffer instead.
-        self.in_place = self._forgets and not options.one_pass
+        self.in_place = self._drops_buffer and not options.one_pass
         self.full_gradients: Tensor | None = (
             None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         )
@@ -141,7 +141,7 @@ class Bucket:
         self._download_event: torch.Event | None = None
         self._runs: list[weakref.ref[LocalRun]] = []
         self.chunk = self.first_layer = 0  # number of the pipeline stage on this rank that uses the parameters first
-        self.is_shared = False  # whether further stages of this rank use a parameter
+        self.spans_chunks = False  # whether several stages of this rank use a parameter: `finish` reduces it
         self.release()
 
     @property
@@ -280,7 +280,7 @@ class Bucket:
         self._shard_gradients, self._checks, self._is_partial = None, None, False
         if self._host is not None:
             self._host.begin_step()
-        if self._forgets:
+        if self._drops_buffer:
             self.full_gradients = None
         self._unit = UNIT * loss_scale
         for member in self.members:

@@ -97,9 +97,10 @@ class DataParallel:
         self.frozen_buckets: list[Bucket] = []  # of further parameters, which do not learn
         for chunk in chunks:
             self._add_chunk(chunk, bucket_bytes)
-        self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
-        self._is_last = False  # whether this backward is the step's last of its chunk
-        self._by_layer = True  # whether this backward completes a layer before it reaches the one before
+        # Of the backward under way, set together when it begins:
+        self._due: list[Bucket] = []  # in order, those whose reduction must begin in it
+        self._is_last = False  # whether it is the step's last of its chunk
+        self._by_layer = True  # whether it completes a layer before it reaches the one before
         # The bucket whose reduction began last, and whether all gradients of the step are in it.
         self._last_reduced: tuple[Bucket | None, bool] = None, False
         self._observer: GradientObserver | None = None
@@ -147,7 +148,7 @@ class DataParallel:
                 if bucket.chunk == number:
                     bucket.first_layer = layer.position
                 else:
-                    bucket.is_shared = True
+                    bucket.spans_chunks = True
 
     def _frozen_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         """Buckets of a layer's parameters that do not learn: below stage 3 every rank has all of them."""
@@ -268,23 +269,23 @@ class DataParallel:
         """The backward of a microbatch through a chunk begins. `chunk`: number of the pipeline stage on this rank.
         `last`: whether this is the step's last backward of the chunk. `all_weights`: whether backward needs all
         parameters of the chunk at once, and computes their gradients in any order instead of layer by layer."""
-        buckets = [b for b in self.buckets if b.chunk == chunk and not (b.is_shared or b.in_place)]
+        buckets = [b for b in self.buckets if b.chunk == chunk and not (b.spans_chunks or b.in_place)]
         for bucket in buckets:
             bucket.begin_backward()
-        self._is_last = last
+        self._is_last, self._by_layer = last, not all_weights
         self._due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
-        self.hold_parameters(chunk, all_weights=all_weights)
+        if all_weights:
+            self.gather_parameters(chunk)
 
     def end_backward(self, chunk: int) -> None:
         """A microbatch's backward through a chunk is done: begin reductions still due, and release the parameters."""
         self._begin_reductions(-1)
         self.release_parameters(chunk)
 
-    def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
-        """Make a chunk's parameters ready for a backward, or for a forward that does not go through `run_layer`.
-        `all_weights`: whether backward needs all at once; else layer by layer."""
-        self._by_layer = not all_weights
-        for layer in self._chunks[chunk] if all_weights else ():
+    def gather_parameters(self, chunk: int) -> None:
+        """Gather all parameters of a chunk, for a backward that needs them at once, or for a forward that does not go
+        through `run_layer`."""
+        for layer in self._chunks[chunk]:
             layer.acquire()
 
     def release_parameters(self, chunk: int) -> None:
@@ -317,7 +318,7 @@ class DataParallel:
     def finish(self) -> None:
         """Finish the reductions of the step, so that this rank's shard of the gradients is complete."""
         for bucket in self.buckets:
-            if bucket.is_shared:  # no single chunk's backward completes it
+            if bucket.spans_chunks:  # no single chunk's backward completes it
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
@@ -569,7 +570,7 @@ class _Inlet:
         observer = self._data_parallel._observer
         if observer is None:
             return False
-        if not self.bucket.is_shared:
+        if not self.bucket.spans_chunks:
             observer.see(self._member.name, gradient)
         return observer.discards
 
