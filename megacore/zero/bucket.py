@@ -106,19 +106,21 @@ class Bucket:
         if options.offload_params:
             assert streams is not None and options.stage == 3 and options.offload
             self._host = HostShard(self.shard_params, group, streams, sum_dtype=options.sum_dtype)
-        # Numbers of the layers that use the parameters now, or soon; with none of them stage 3 may release.
-        self.users: set[int] = set()
-        # `gathers`: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
-        self._present, self.gathers = True, True
-        self._gathering: Pending | None = None
 
+        # What the parameters are doing. Stages 1 and 2 gather them after a step, stage 3 for each layer.
+        self._present = True  # False on stage 3 until they are gathered
+        self._gathering: Pending | None = None  # under way; on stages 1 and 2 of the updated ones
+        self.users: set[int] = set()  # layers that use them now, or soon; with none of them stage 3 may release
+        self.gathers = True  # whether stage 3 gathers them for a layer, which otherwise computes with zeros
+
+        # Where gradients are, from autograd to the sum that the optimizer reads: `full_gradients`, then `reducing`,
+        # then `_shard_gradients`, to which stages 2 and 3 add every microbatch's, then `_summing`.
+        #
         # Whether the memory of gradients is given back between steps: nothing is summed over ranks, nothing converted.
         self._drops_buffer = group.size == 1 and options.stage == 0 and options.compute_dtype == options.sum_dtype
         # Whether they also stay in `.grad`, where autograd puts them. A step in one pass reads one flat buffer instead.
         self.in_place = self._drops_buffer and not options.one_pass
-        self.full_gradients: Tensor | None = (
-            None  # of all parameters: kept on stages 0 and 1, on the others until reduced
-        )
+        self.full_gradients: Tensor | None = None  # of all; kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self.reducing: _Reduction | None = None  # under way
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
