@@ -100,14 +100,7 @@ class ColumnParallelLinear(ShardedModule):
 
     def columns(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         """As `forward`, with these parameters (weight, bias, weight, ...) instead of the layer's: several outputs."""
-        return columns_of_parameters(
-            x,
-            parameters,
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            split_backward=self.split_backward,
-            products=self.products,
-        )
+        return columns_of_parameters(self, x, parameters)
 
 
 class RowParallelLinear(ShardedModule):
@@ -173,13 +166,7 @@ class RowParallelLinear(ShardedModule):
 
 
 def columns_of_parameters(
-    x: Tensor,
-    parameters: Parameters,
-    group: Group,
-    *,
-    sequence_parallel: bool = False,
-    split_backward: bool = False,
-    products: Products = TORCH,
+    layer: ColumnParallelLinear | VocabParallelOutput, x: Tensor, parameters: Parameters
 ) -> tuple[Tensor, ...]:
     """Column-parallel linear layers of one input, which every rank needs all of; its communication is done once.
 
@@ -187,17 +174,18 @@ def columns_of_parameters(
     the input without that of the weight. Otherwise one operator overlaps the communication of the input's gradient with
     the product for the weight's.
 
-    `x`: [b, s, i], or, sequence parallel, [b, s/t, i]. `parameters`: weight [o/t, i], bias [o/t] or None, weight, ...:
-    this rank's output features. `sequence_parallel`: the input is split along the sequence. Returns [b, s, o/t] of each
-    layer.
+    `layer`: its group and ways to compute are those of all. `x`: [b, s, i], or, sequence parallel, [b, s/t, i].
+    `parameters`: weight [o/t, i], bias [o/t] or None, weight, ...: this rank's output features. Returns [b, s, o/t] of
+    each layer.
     """
-    if split_backward or not torch.is_grad_enabled():
-        entered = gather_sequence(x, group) if sequence_parallel else copy_to_group(x, group, in_place=True)
+    group, products = layer.group, layer.products
+    if layer.split_backward or not torch.is_grad_enabled():
+        entered = gather_sequence(x, group) if layer.sequence_parallel else copy_to_group(x, group, in_place=True)
         return linears(products, entered, parameters)
     layers = LinearLayers(products, parameters)
     if group.size == 1 and not any(layers.accumulators):
         return linears(products, x, parameters)
-    y: tuple[Tensor, ...] = _ParallelLinear.apply(layers, _entry(group, sequence_parallel), x, *parameters)
+    y: tuple[Tensor, ...] = _ParallelLinear.apply(layers, _entry(layer), x, *parameters)
     return y
 
 
@@ -219,7 +207,7 @@ def columns_in_one_product(x: Tensor, layers: Sequence[ColumnParallelLinear]) ->
         return None
     parameters = [parameter for layer in layers for parameter in (layer.weight, None)]
     joint = LinearLayers(first.products, parameters, whole=whole)
-    y: tuple[Tensor] = _ParallelLinear.apply(joint, _entry(first.group, first.sequence_parallel), x, *parameters)
+    y: tuple[Tensor] = _ParallelLinear.apply(joint, _entry(first), x, *parameters)
     return y[0]
 
 
@@ -338,11 +326,11 @@ class _ScatteredOutput(_Exchange):
         return dx, (layers.weight_gradient(x, gathering.whole), grads[0].sum((0, 1)) if learns else None)
 
 
-def _entry(group: Group, sequence_parallel: bool) -> _Exchange:
+def _entry(layer: ColumnParallelLinear | VocabParallelOutput) -> _Exchange:
     """What ranks exchange for column-parallel layers."""
-    if group.size == 1:
-        return _Exchange(group)
-    return _GatheredInput(group) if sequence_parallel else _WholeInput(group)
+    if layer.group.size == 1:
+        return _Exchange(layer.group)
+    return _GatheredInput(layer.group) if layer.sequence_parallel else _WholeInput(layer.group)
 
 
 # ---- the embedding
@@ -430,14 +418,7 @@ class VocabParallelOutput(ShardedModule):
         """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, s, padded V/t]"""
         if self.group.size == 1 and self.products is TORCH and getattr(self.weight, "accumulator", None) is None:
             return F.linear(x, self.weight, self.bias)
-        return columns_of_parameters(
-            x,
-            (self.weight, self.bias),
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            split_backward=self.split_backward,
-            products=self.products,
-        )[0]
+        return columns_of_parameters(self, x, (self.weight, self.bias))[0]
 
 
 def _vocab_parallel(
