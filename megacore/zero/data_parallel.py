@@ -97,12 +97,8 @@ class DataParallel:
         self.frozen_buckets: list[Bucket] = []  # of further parameters, which do not learn
         for chunk in chunks:
             self._add_chunk(chunk, bucket_bytes)
-        # Of the backward under way, set together when it begins:
-        self._due: list[Bucket] = []  # in order, those whose reduction must begin in it
-        self._is_last = False  # whether it is the step's last of its chunk
-        self._by_layer = True  # whether it completes a layer before it reaches the one before
-        # The bucket whose reduction began last, and whether all gradients of the step are in it.
-        self._last_reduced: tuple[Bucket | None, bool] = None, False
+        # With streams no more than one sum is on the device.
+        self._reductions = _Reductions(sums_across=options.overlap_grad_reduce and self._streams is None)
         self._observer: GradientObserver | None = None
         # The parts of parameters in this rank's shards; a run is several that the optimizer updates as one tensor.
         self.segments = [local for bucket in reversed(self.buckets) for local in bucket.make_segments()]
@@ -233,8 +229,7 @@ class DataParallel:
 
     def _before_backward(self, layer: Layer, before: Layer | None) -> None:
         """Stage 3: backward has reached the layer's output."""
-        if self._by_layer:
-            self._begin_reductions(layer.position)  # before the next gathering, on every rank
+        self._reductions.reached(layer)  # before the next gathering, on every rank
         layer.acquire()
         if before is not None:
             before.prefetch()
@@ -261,7 +256,7 @@ class DataParallel:
         whether replicas sum them; otherwise each rank keeps its own, on stage 0. `compresses`: whether `compression` of
         the options applies. Gradients of no step of the optimizer go without it, so that the errors of the compression
         stay as they are."""
-        self._last_reduced = None, False
+        self._reductions.begin_step()
         for bucket in self.buckets:
             bucket.begin_step(loss_scale, sums_gradients=sums_gradients, compresses=compresses)
 
@@ -272,14 +267,14 @@ class DataParallel:
         buckets = [b for b in self.buckets if b.chunk == chunk and not (b.spans_chunks or b.in_place)]
         for bucket in buckets:
             bucket.begin_backward()
-        self._is_last, self._by_layer = last, not all_weights
-        self._due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
+        due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
+        self._reductions.begin_backward(due, is_last=last, by_layer=not all_weights)
         if all_weights:
             self.gather_parameters(chunk)
 
     def end_backward(self, chunk: int) -> None:
         """A microbatch's backward through a chunk is done: begin reductions still due, and release the parameters."""
-        self._begin_reductions(-1)
+        self._reductions.end_backward()
         self.release_parameters(chunk)
 
     def gather_parameters(self, chunk: int) -> None:
@@ -368,30 +363,6 @@ class DataParallel:
             norms = [torch.linalg.vector_norm(part, 2, dtype=torch.float32) for part in parts]
         return 0.0 * torch.stack(norms).sum()
 
-    def _completed(self, bucket: Bucket) -> None:
-        if bucket in self._due:
-            self._begin_reductions(sys.maxsize)
-
-    def _begin_reductions(self, reached: int) -> None:
-        """Begin the reductions that are due, in order, up to the first bucket that still waits for a gradient.
-        `reached`: backward has passed all layers after this one: a gradient that they have not computed is zero."""
-        while self._due and (not self._due[0].awaits_gradients or self._due[0].first_layer > reached):
-            self._reduce(self._due.pop(0))
-
-    def _reduce(self, bucket: Bucket) -> None:
-        """Begin a bucket's reduction. Where reductions take memory, first wait for the one before: then it is that of
-        at most two buckets, the one being reduced and the one that backward fills meanwhile. Where other groups hold
-        copies of its shard, wait too: their sum begins while backward runs."""
-        before, is_complete = self._last_reduced
-        # With streams no more than one sum is on the device.
-        sums_across = is_complete and self.options.overlap_grad_reduce and self._streams is None
-        if before is not None and (before.reduction_takes_memory or (sums_across and before.across.size > 1)):
-            before.finish_reduction()
-            if sums_across:
-                before.begin_sum_across()
-        bucket.reduce()
-        self._last_reduced = bucket, self._is_last
-
     @property
     def padding(self) -> float:
         """Share of the flat buffers that is padding; large if there are few parameters that no shard may split."""
@@ -458,6 +429,58 @@ class DataParallel:
 
     def _bucket_of(self, name: str) -> Bucket:
         return next(bucket for bucket in self.buckets if any(member.name == name for member in bucket.members))
+
+
+class _Reductions:
+    """Begins the reductions of a backward, in one order whatever gradients a rank has: ranks pair collectives by it, so
+    a bucket that is complete early waits for those before. `sums_across`: whether complete sums over a group are summed
+    over the other groups while backward still runs."""
+
+    def __init__(self, *, sums_across: bool) -> None:
+        self._sums_across = sums_across
+        self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
+        self._is_last = False  # whether this backward is the step's last of its chunk
+        self._by_layer = True  # whether it completes a layer before it reaches the one before
+        # The bucket whose reduction began last, and whether all gradients of the step are in it.
+        self._before: tuple[Bucket | None, bool] = None, False
+
+    def begin_step(self) -> None:
+        self._before = None, False
+
+    def begin_backward(self, due: list[Bucket], *, is_last: bool, by_layer: bool) -> None:
+        self._due, self._is_last, self._by_layer = due, is_last, by_layer
+
+    def completed(self, bucket: Bucket) -> None:
+        """All gradients of a bucket have arrived."""
+        if bucket in self._due:
+            self._begin(sys.maxsize)
+
+    def reached(self, layer: Layer) -> None:
+        """Backward has reached the output of a layer."""
+        if self._by_layer:
+            self._begin(layer.position)
+
+    def end_backward(self) -> None:
+        self._begin(-1)
+
+    def _begin(self, reached: int) -> None:
+        """Begin what is due, in order, up to the first bucket that still waits for a gradient. `reached`: backward has
+        passed all layers after this one: a gradient that they have not computed is zero."""
+        while self._due and (not self._due[0].awaits_gradients or self._due[0].first_layer > reached):
+            self._reduce(self._due.pop(0))
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Begin a bucket's reduction. Where reductions take memory, first wait for the one before: then it is that of
+        at most two buckets, the one being reduced and the one that backward fills meanwhile. Where other groups hold
+        copies of its shard, wait too: their sum begins while backward runs."""
+        before, is_complete = self._before
+        sums_across = is_complete and self._sums_across
+        if before is not None and (before.reduction_takes_memory or (sums_across and before.across.size > 1)):
+            before.finish_reduction()
+            if sums_across:
+                before.begin_sum_across()
+        bucket.reduce()
+        self._before = bucket, self._is_last
 
 
 @dataclass(eq=False)
@@ -576,7 +599,7 @@ class _Inlet:
 
     def _arrived(self) -> None:
         if self.bucket.arrived(self._member):
-            self._data_parallel._completed(self.bucket)
+            self._data_parallel._reductions.completed(self.bucket)
 
 
 class _WhenBackward(torch.autograd.Function):
