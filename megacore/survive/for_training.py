@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +17,7 @@ from megacore.config.checkpoint import AUTO
 from megacore.config.nodes import has_several_nodes
 from megacore.errors import ConfigError
 from megacore.remote import location
+from megacore.train.starting import set_torch_defaults
 from megacore.train.survival import Survival
 
 if TYPE_CHECKING:
@@ -45,11 +48,19 @@ class _Survival(Survival):
     def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
         if not config.watch.survive or self._plan is not None:
             return None
+        begun = time.monotonic()
+        set_torch_defaults()
+        # A process that has asked the driver cannot be forked; this makes torch ask its library instead.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         keeper_module = importlib.import_module("megacore.survive.keeper")
 
         def trained(plan: Plan, generation: int) -> int:
             self._plan, self._generation, self._memory = plan, generation, keeper.memory.path
-            return train([*argv, *plan.flags])
+            flags = [*argv, *plan.flags]
+            if (minutes := config.checkpoint.exit_duration_minutes) is not None:
+                left = max(minutes - (time.monotonic() - begun) / 60, 1e-3)  # of the time that the job has
+                flags += ["--exit-duration-minutes", f"{left:.3f}"]
+            return train(flags)
 
         keeper = keeper_module.Keeper(config, trained)
         status: int = keeper.run()

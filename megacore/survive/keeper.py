@@ -147,7 +147,7 @@ class Keeper:
         """The plan of a generation, which the lowest of those that are there makes when nobody else is to come; None: a
         signal asks the run to end."""
         meeting = self._meeting
-        known = meeting.present(generation - 1) if generation else {}
+        known, begun = meeting.present(generation - 1) if generation else {}, time.monotonic()
         meeting.enter(generation)
         while True:
             if self._signal:
@@ -157,7 +157,9 @@ class Keeper:
             present = meeting.present(generation)
             others = [rank for rank in range(meeting.size) if rank != meeting.rank]
             # At the start all are waited for: to load torch takes one longer than another.
-            lost = meeting.lost(others, {**known, **present}) if generation else []
+            patience = 0.0 if generation else 60 * self._config.parallel.distributed_timeout_minutes
+            waits = time.monotonic() - begun < patience
+            lost = [] if waits else meeting.lost(others, {**known, **present})
             here = sorted(set(present) - set(lost))
             if len(here) + len(lost) >= meeting.size and here[0] == meeting.rank:
                 meeting.propose(generation, self._planned(generation, here))
@@ -167,10 +169,13 @@ class Keeper:
         if generation == 0:
             hosts = sorted({one.host for one in self._meeting.present(0).values()})
             start = Plan(present=here, members=here, flags=[])
-            if len(hosts) == 1:
+            if len(hosts) == 1 and len(here) == self._meeting.size:
                 return start
-            _say(f"--survive joins the ranks of one node so far, and these are on {' and '.join(hosts)}: leave it out")
-            return dataclasses.replace(start, refused="several nodes")
+            why = f"--survive joins the ranks of one node so far, and these are on {' and '.join(hosts)}: leave it out"
+            if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
+                why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
+            _say(why)
+            return dataclasses.replace(start, refused=why)
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
         cause, at = over["cause"], over["at"]

@@ -68,7 +68,7 @@ class StateInMemory(Callback):
             return
         begun = time.monotonic()
         self._write(trainer.state())
-        if self._written == SLOTS and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if self._written == SLOTS and run.mesh.world.is_first:
             remove_older(self._memory, self._generation)  # every rank has written the first: it took part in a step
         self.seconds += time.monotonic() - begun
 
@@ -80,6 +80,9 @@ class StateInMemory(Callback):
         blocks = list(blocks_of(state, mesh))
         if not self._targets[number]:
             self._map(slot, number, blocks)
+            if number == 0:
+                size = SLOTS * sum(map(len, self._files[0].values())) / 2**20
+                self._trainer.say(f"  {'survive':<10}keeps two steps in {self._memory}, MiB of rank 0: {size:,.1f}")
         for block, target in zip(blocks, self._targets[number], strict=True):
             target.copy_(block.tensor)
         digests = {name: xxhash.xxh3_128(memory).hexdigest() for name, memory in self._files[number].items()}
