@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megacore import has_ring
@@ -40,7 +40,9 @@ _LOADED = (  # by training, sooner or later
 _SECONDS_STOPPED = 1.0  # that a child may be stopped
 _SECONDS_FOR_A_CAUSE = 6.0  # that another keeper has to say why a child failed, if that was only an echo
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_QUESTIONS = 0.02, 0.1
-_MOST_TRIES = 5  # generations that begin at the same step
+_MOST_TRIES = 7  # generations that begin at the same step
+_MOST_FAILURES = 3  # of one rank among them, which then rests
+_SECONDS_OF_REST = 600.0
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 EXIT_FAILED = 1
 
@@ -181,26 +183,32 @@ class Keeper:
         cause, at = over["cause"], over["at"]
         found, problems = self.memory.newest()
         step = found.step if found else 0
-        tries = before.tries + 1 if step == before.step and "is back" not in cause else 0
-        degrees = layout_for(self._config, len(here))
+        blamed = [*before.blamed, over["by"]] if step == before.step and "is back" not in cause else []
+        # As where a device is broken: without it the others may go on.
+        bad = [rank for rank in here if _rests(rank, blamed)]
+        fit = [rank for rank in here if rank not in bad]
+        degrees = layout_for(self._config, len(fit))
         ended = Plan(present=here, members=[], flags=[], cause=cause)
         if degrees is None:
-            return self._refused(ended, f"{counted(len(here), 'rank')} cannot train this model with this batch")
-        if tries > _MOST_TRIES:
-            return self._refused(ended, f"{tries} generations have failed after step {step}: {cause}")
+            return self._refused(ended, f"{counted(len(fit), 'rank')} cannot train this model with this batch")
+        if len(blamed) > _MOST_TRIES:
+            return self._refused(ended, f"it has failed {len(blamed)} times after step {step}")
         ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
         for problem in problems:
             _say(f"in memory, {problem}")
+        if bad:
+            rest = f"rests {_SECONDS_OF_REST / 60:g} minutes"
+            _say(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
         source = f"step {step} in memory" if found else "the newest checkpoint on disk: memory has no whole step"
         _say(f"{cause}: {counted(ranks, 'rank')} ({layout}) continue from {source}")
         return Plan(
             present=here,
-            members=here[:ranks],
+            members=fit[:ranks],
             flags=[word for name, degree in degrees.items() for word in (flag(name), str(degree))],
             load=None if found is None else str(found.directory),
             step=step,
-            tries=tries,
+            blamed=blamed,
             cause=cause,
             at=at,
             made=time.time(),
@@ -224,7 +232,7 @@ class Keeper:
         # Each watches the one before it: of several that are lost together, one is missed.
         others = [rank for rank in plan.present if rank != meeting.rank]
         watched = [rank for rank in others if rank < meeting.rank][-1:] or others[-1:]
-        asked = looked = time.monotonic()
+        begun = asked = looked = time.monotonic()
         has_ended = False
         while True:
             self._pause()
@@ -244,6 +252,8 @@ class Keeper:
                     return status
             if now - looked > BEAT_SECONDS:
                 looked = now
+                if now - begun > _SECONDS_OF_REST and child is None and _rests(meeting.rank, plan.blamed):
+                    meeting.end(generation, f"rank {meeting.rank} is back")
                 if lost := meeting.lost(watched, known):
                     meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost")
             if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
@@ -297,6 +307,11 @@ class Keeper:
             )  # a keeper's, or the launcher's: never this process's
         status = self._train(plan, generation)
         importlib.import_module("megacore.train.launch").exit_with(status)
+
+
+def _rests(rank: int, blamed: Sequence[int]) -> bool:
+    """Whether a rank has failed so often at the same step that the others go on without it."""
+    return blamed.count(rank) >= _MOST_FAILURES
 
 
 def _name(number: int) -> str:

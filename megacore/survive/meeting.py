@@ -30,7 +30,7 @@ class Plan:
     flags: list[str]  # that the children get after those of the run
     load: str | None = None  # the checkpoint in memory; None: the run's own, as at a start
     step: int = 0  # that it continues after
-    tries: int = 0  # generations before this one that began at the same step
+    blamed: Sequence[int] = ()  # the keepers that have ended the generations before this one at the same step
     cause: str = ""  # why there is a new generation; empty at the start
     at: float = 0.0  # when that was noticed, as time.time
     made: float = 0.0  # when the plan was made, likewise
