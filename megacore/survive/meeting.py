@@ -113,7 +113,9 @@ class Meeting:
     def leave(self) -> None:
         """This keeper goes; one that serves the store waits for the others."""
         self._store.set(f"left/{self.rank}", "1")
-        waiting = [rank for rank in range(self.size) if rank != self.rank] if self._serves else []
+        if not self._serves:
+            return  # and ask no more: it may be gone
+        waiting = [rank for rank in range(self.size) if rank != self.rank]
         known = self.present(self.generation() or 0)
         while waiting := [
             rank for rank in waiting if not self._store.check([f"left/{rank}"]) and not self.lost([rank], known)
