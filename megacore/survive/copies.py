@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,11 +54,20 @@ class NodeMemory:
         for other in job_directories(_PURPOSE):
             if other != self.path and not _is_kept(other):
                 shutil.rmtree(other, ignore_errors=True)
-        make(self.path)
         self._output_dir = os.path.abspath(output_dir)
         self._lock = self.path / f"keeper-{rank}.lock"
-        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
+        while not self._locked():  # a keeper that leaves, or one of another job, removes it meanwhile
+            time.sleep(0.01)
+
+    def _locked(self) -> bool:
+        make(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
+            if os.path.samestat(self._lock.stat(), os.fstat(self._descriptor)):
+                return True
+            os.close(self._descriptor)
+        return False
 
     def note(self, child: int) -> None:
         """Say which process trains for this keeper now; 0: none does."""
