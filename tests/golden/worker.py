@@ -12,6 +12,7 @@ Request: `script` (a path), `words`, `ranks` (0: one process without a launcher'
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -40,6 +41,7 @@ def serve(tree: Path) -> None:
     for name in ("pretrain_gpt", "pretrain_bert", *(f"megacore.train.{name}" for name in LOADED)):
         with contextlib.suppress(ModuleNotFoundError):  # what another tree has renamed is imported by each program
             importlib.import_module(name)
+    gc.freeze()  # or each program would look at what it inherits, and so copy it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

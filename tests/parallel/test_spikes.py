@@ -357,7 +357,9 @@ def test_a_new_level_that_is_only_warned_of_is_taken_over() -> None:
     judge = guard(2.0, 1.0, spike_window=8)
     for step in range(4):
         assert judge.limits(9 + step).exceeded(9.0, 9.0) is not None
+        assert judge.counters() == {"spikes": step, "spikes_in_a_row": step}
         judge.reject()
+    assert judge.counters() == {"spikes": 4, "spikes_in_a_row": 0}
     for _ in range(4):
         assert judge.limits(13).loss.value == math.inf
         judge.accept(9.0, 9.0)

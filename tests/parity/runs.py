@@ -39,8 +39,8 @@ VOCAB, SEQUENCE, BATCH = 131, 16, 8
 @dataclass(frozen=True)
 class Outcome:
     """What a run leaves: one loss and one gradient norm per step, and on rank 0 the gradients of step 1, the weights
-    before and after, and the optimizer's state after, by its kind; of each step what a
-    ledger says of samples and state.
+    before and after, and the optimizer's state after, by its kind; of a reproducible run what a ledger says of each
+    step's samples, and of the last state.
 
     The gradients are read after the update, which clips them in place (and in SGD adds weight decay). With
     `offload_optimizer` it changes copies in host memory, and not these: they are alike with neither."""
@@ -92,7 +92,7 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
         assert found.moments.keys() == expected.moments.keys()
         compared |= {kind: (moments, expected.moments[kind]) for kind, moments in found.moments.items()}
     differ += [f"{kind} {which}" for kind, pair in compared.items() if (which := differences(*pair))]
-    if "final" in kinds and found.ledger != expected.ledger:
+    if "final" in kinds and found.ledger and expected.ledger and found.ledger != expected.ledger:
         differ.append(f"ledger {found.ledger}, not {expected.ledger}")
     assert not differ, "; ".join(differ)
 
@@ -206,14 +206,18 @@ def train_on(mesh: Mesh, config: ResolvedConfig, *, moments: bool = False) -> Ou
 def outcome_of(trainer: Trainer, *, moments: bool = False) -> Outcome:
     """Run a trainer to its end from where it is, and gather what came out, the optimizer's state too if `moments`."""
     config, mesh = trainer.config, trainer.mesh
-    losses, norms, gradients, records, ledger = [], [], {}, StepRecords(trainer), []
+    losses, norms, gradients, ledger = [], [], {}, []
+    # Each hash of the small models of tests takes a third of a step, and only these are the same on every layout.
+    records = StepRecords(trainer) if config.training.reproducible else None
     initial = gather(trainer, mesh, lambda owned: owned.master)
     while trainer.step < config.training.train_iters:
         result = trainer.train_step(next(trainer.batches))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-        line = records.completed(*records.of(result, with_state=True))
-        ledger.append({name: line[name] for name in ("samples", "data", "state")})
+        if records is not None:
+            is_last = trainer.step == config.training.train_iters
+            line = records.completed(*records.of(result, with_state=is_last))
+            ledger.append({name: line.get(name) for name in ("samples", "data", "state")})
         if len(losses) == 1:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)

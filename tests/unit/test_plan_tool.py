@@ -1,18 +1,23 @@
-"""tools/plan.py: what it prints of a layout, and the ways out of one that does not fit."""
+"""tools/plan.py: what it prints of a layout, of several, and as JSON; the ways out of one that does not fit."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megacore.plan.checked import PUBLISHED
 from megacore.plan.memory import GIB
 from tests.patience import patience
-from tests.unit.planning import BLOOM, planned, with_flags
+from tests.unit.planning import BLOOM, numbers_without_unit, planned, with_flags
+from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -114,3 +119,151 @@ def test_a_way_out_whose_range_does_not_fit_is_tight(
         size = float(re.search(r": ([\d.]+) GiB", way)[1])  # type: ignore[index]
         assert ("(tight: up to " in way) == (1.1 * size > usable), way
     assert any("tight" in way for way in ways) or memory < 42
+
+
+# ---- --compare -------------------------------------------------------------------------------------------------------
+
+
+RUN = "pretrain_gpt.py --preset llama-3-8b --global-batch-size 64 --cluster h100 --estimate"
+
+
+def compared(flags: str, *layouts: str) -> int:
+    return main([*RUN.split(), *flags.split(), "--compare", *layouts])
+
+
+def test_the_figures_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared("--world-size 8 --json --tokens 1e9", "--tp 8", "--tp 2 --zero-stage 1") == 0
+    both = json.loads(capsys.readouterr().out)
+    alone = [
+        planned(capsys, f"{RUN} --tokens 1e9 {layout}") for layout in ("--tp 2 --dp 4 --zero-stage 1", "--tp 8 --dp 1")
+    ]
+    assert [layout.pop("given") for layout in both["layouts"]] == ["--tp 2 --zero-stage 1", "--tp 8"]
+    assert both["layouts"] == alone
+    fast, slow = (plan["step_seconds"]["value"] for plan in alone)
+    (line,) = both["verdicts"]
+    assert line.startswith(f"(--tp 2 --zero-stage 1) wins: it saves {1 - fast / slow:.1%} of the time of (--tp 8)")
+    assert "less exposed tensor, sequence and context parallel communication" in line and "the ranges" in line
+
+
+def test_the_range_has_the_errors_of_published_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, f"{RUN.replace('h100', 'a100-80g')} --software megatron-lm --tp 8 --dp 4")
+    seconds, errors = plan["step_seconds"], PUBLISHED["a100", "megatron-lm", "dense models"]
+    assert seconds["high"] >= errors.high * seconds["value"] * (1 - 1e-9)
+    assert seconds["low"] <= errors.low * seconds["value"] * (1 + 1e-9)
+    rate = plan["throughput"]["tokens/s"]
+    assert rate["low"] == pytest.approx(rate["value"] * seconds["value"] / seconds["high"])
+
+
+def test_a_search_marks_what_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two limits between which the upper end of the best layout's peak lies."""
+    flags = f"{RUN} --world-size 16 --dp 16 --zero-stage 3 --recompute none --micro-batch-size 1 --search"
+    peak = planned(capsys, flags)["layouts"][0]["peak"]
+    for limit, is_tight in ((peak["high"] * 1.01, False), (peak["high"] * 0.99, True)):
+        (row,) = planned(capsys, f"{flags} --max-memory-gb {limit / 1e9}")["layouts"]
+        assert row["tight"] == is_tight
+
+
+def test_a_search_offloads_where_nothing_fits_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, f"{RUN} --world-size 1 --search")["layouts"]
+    assert found and all(row["flags"].endswith(" --offload-optimizer") for row in found)
+    alone = planned(capsys, f"{RUN} {found[0]['flags']}")
+    assert alone["fits"] and alone["step_seconds"]["value"] == pytest.approx(found[0]["step_seconds"]["value"])
+
+
+# ---- --json ----------------------------------------------------------------------------------------------------------
+
+
+EXPERTS = (
+    "pretrain_gpt.py --preset mixtral-8x7b --num-layers 4 --global-batch-size 16 --cluster h100 --world-size 8 "
+    "--tokens 1e9"
+)
+SPLIT = (
+    "pretrain_gpt.py --preset llama-3-8b --cluster h100 --tp 2 --pp 4 --dp 8 --zero-stage 1 --global-batch-size 64 "
+    "--schedule zero-bubble"
+)
+
+
+def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
+    """Keys whose number is not that of the figure beside it, or whose figure has another unit or no range."""
+    if isinstance(report, list):
+        for value in report:
+            yield from figures_apart(value, about)
+    elif isinstance(report, dict) and "value" not in report:
+        for key, value in report.items():
+            if key == "numbers":
+                continue
+            yield from figures_apart(value, about)
+            if "figure" not in about.get(key, {}):
+                continue
+            beside = report[about[key]["figure"]]
+            pairs = [(value, beside)] if isinstance(value, float) else [(value[name], beside[name]) for name in value]
+            for number, figure in pairs:
+                has_range = key.endswith("capacity_bytes") or figure["low"] <= number <= figure["high"]
+                if figure["value"] != number or figure["unit"] != about[key]["unit"] or not has_range:
+                    yield key
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{BLOOM} --tokens 366e9",
+        f"{EXPERTS} --tp 2 --sequence-parallel --dp 4 --ep 4 --etp 1",
+        f"{EXPERTS} --search --top 3 --recompute full --recompute-num-layers 1",
+        "pretrain_gpt.py --preset gpt2-small --cluster a100-40g --offload-optimizer --dp 2 --zero-stage 1",
+        "pretrain_gpt.py --preset gpt2-small --cluster laptop --world-size 2 --search --max-tp 1",
+    ],
+)
+def test_every_number_has_a_unit_an_origin_and_if_it_is_predicted_a_range(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = planned(capsys, flags)
+    assert list(numbers_without_unit(report, report["numbers"])) == []
+    assert list(figures_apart(report, report["numbers"])) == []
+
+
+@pytest.mark.parametrize("flags", [BLOOM, SPLIT])
+def test_the_ranges_of_the_terms_add_up_to_that_of_the_peak(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, flags)
+    for rank in report["memory"]:
+        for end in ("low", "value", "high"):
+            assert sum(term[end] for term in rank["terms"].values()) == pytest.approx(rank["peak"][end])
+    for end in ("low", "value", "high"):
+        assert report["peak"][end] == max(rank["peak"][end] for rank in report["memory"])
+
+
+# ---- memory of a node's host -----------------------------------------------------------------------------------------
+
+
+LLAMA_1B = "pretrain_gpt.py --preset llama-3.2-1b --global-batch-size 8"
+
+
+def cluster(directory: Path, text: str) -> str:
+    path = directory / "mine.toml"
+    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
+    return f"--cluster {path}"
+
+
+def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LLAMA_1B} --dp 8 --offload-optimizer {cluster(tmp_path, 'host_memory_gb = 64')}"
+    plan = planned(capsys, flags)
+    assert not plan["fits"]
+    assert plan["ways_out"][0].startswith("--no-offload-optimizer: ")
+    for way in plan["ways_out"]:
+        words = with_flags(flags.split(), way.split(":")[0].split(",")[0].split())
+        assert planned(capsys, " ".join(words))["fits"], way
+
+
+def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LLAMA_1B} --offload-optimizer --search --world-size 8 --top 1000 --max-tp 1 --max-pp 1"
+    with_all = planned(capsys, f"{flags} --cluster h100")
+    small = cluster(tmp_path, "host_memory_gb = 64")
+    found = planned(capsys, f"{flags} {small}")
+    usable = found["host_capacity_bytes"]
+    assert max(layout["node_host_bytes"] for layout in found["layouts"]) <= usable
+    kept = [layout["flags"] for layout in with_all["layouts"] if layout["node_host_bytes"] <= usable]
+    assert 0 < len(kept) < len(with_all["layouts"])
+    assert sorted(layout["flags"] for layout in found["layouts"]) == sorted(kept)
+    assert main(f"{flags} --dp 8 --zero-stage 0 {small}".split()) == 2
+    refused = capsys.readouterr().err
+    assert "the one that offloads least needs 159 GB of host memory per node, of 62.0 usable: use " in refused
+    assert "use --no-offload-optimizer" in refused
