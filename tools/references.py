@@ -67,7 +67,7 @@ _KINDS = {"sets": "{}", "idle": "no effect", "some": "only {}"}
 def flags() -> str:
     """All flags by section."""
     lines = []
-    for info, _ in setting_files().values():
+    for info in setting_files().values():
         lines += [f"`{info.flag} {info.metavar}`: {help_text_of(info, Config).meaning}", ""]
     for name, section in sections_of(BertConfig).items():
         only = "" if name in SECTIONS else ", only pretrain_bert.py"

@@ -23,26 +23,21 @@ _FILE = FieldInfo(
     name="deepspeed_config",
     kind=str,
     optional=True,
-    registered=(),
-    range=None,
     aliases=("--deepscale-config",),
     metavar="FILE.json",
-    default=None,
-)
-_FILE_DOC = (
-    f"Reads settings from a DeepSpeed configuration and translates them ({_DEEPSPEED_PAGE}). A key that has no "
+    doc=f"Reads settings from a DeepSpeed configuration and translates them ({_DEEPSPEED_PAGE}). A key that has no "
     'counterpart and would change the result is refused by name. A value "auto" leaves the setting to the flags. '
-    "Default: no file."
+    "Default: no file.",
 )
 _OF_SEVERAL = {"a Megatron-LM flag": "Megatron-LM flags", "without it,": "without them,", "leave it": "leave them"}
 
 
 class _Known(OtherTrainers):
-    files: Mapping[str, tuple[FieldInfo, str]] = {_FILE.name: (_FILE, _FILE_DOC)}
+    files: Mapping[str, FieldInfo] = {_FILE.name: _FILE}
 
     def setting_of(self, flag: str, words: Sequence[str]) -> ForeignSetting | None:
         is_list = flag in LISTS and any("[" in word for word in words)
-        foreign = LISTS[flag] if is_list else _accepted(flag)
+        foreign = LISTS[flag] if is_list else FOREIGN.get(flag) or DEEPSPEED_FLAGS.get(flag)
         if foreign is None:
             return None
         return ForeignSetting(
@@ -53,10 +48,6 @@ class _Known(OtherTrainers):
             is_idle=foreign.is_idle,
             is_last=foreign.is_last,
         )
-
-    def fields_of(self, flag: str) -> Sequence[str]:
-        foreign = _accepted(flag)
-        return () if foreign is None else foreign.fields
 
     def value_of(self, name: str, flag: str, words: Sequence[str]) -> ForeignValue | None:
         if len(words) != 1:
@@ -127,11 +118,6 @@ class _Known(OtherTrainers):
     def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
         settings = read_deepspeed(path, is_planned=True).settings
         return settings, list(_of_one_layout(settings))
-
-
-def _accepted(flag: str) -> Foreign | None:
-    """What a flag of Megatron-LM or Megatron-DeepSpeed becomes; None for others."""
-    return FOREIGN.get(flag) or DEEPSPEED_FLAGS.get(flag)
 
 
 def _translate(foreign: Foreign, flag: str, words: Sequence[str], run: Run) -> Translation:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from megacore.arrive.rows import Foreign, Value, is_number, read_rows, read_tables, refused_flags, whole
+from megacore.arrive.rows import Foreign, Value, read_rows, read_tables, refused_flags, whole
 from megacore.arrive.translation import MissingField, Translation
 from megacore.config import spelling
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of
 from megacore.config.messages import divisors, one_of
-from megacore.config.numbers import parse_float, parse_int
+from megacore.config.numbers import is_number, parse_float, parse_int
 from megacore.config.rampup import BatchSizes
 from megacore.files import unreadable
 
@@ -44,11 +44,6 @@ def _swiglu(value: Value) -> Translation:
     hidden = value.run.number("hidden_size") or 0
     inner = int(4 * hidden * 2 / 3 / 64) * 64
     return Translation({"activation": "swiglu"}, {"ffn_hidden_size": inner} if inner else {})
-
-
-def _stretched(value: Value) -> Translation:
-    factor = whole(value, 1)
-    return Translation({} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": float(factor)})
 
 
 def _yarn(value: Value) -> Translation:
@@ -83,10 +78,6 @@ def _rope_type(value: Value) -> Translation:
     if value.value == "rope" and is_yarn:
         raise ValueError(f"{value} has no scaling, and yarn is given as well: keep one of them")
     return Translation()
-
-
-def _theta(value: Value) -> Translation:
-    return Translation({"rotary_base": float(whole(value, 1))})
 
 
 _RUN = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?")

@@ -4,7 +4,7 @@ script is told by the flags that Megatron-LM does not start without, and by one 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, LAUNCHER
@@ -70,22 +70,23 @@ def adjust(flags: Given) -> list[str]:
 
 def _leave_out_idle(flags: Given) -> None:
     """Leaves out values that Megatron-LM does not read beside others."""
-    values = flags.values
-    if values.get("num_experts") in (0, 1):
-        for name in field_infos(ExpertsConfig):
-            _leave_out(flags, name, "a model without experts")
-    if values.get("multi_latent_attention"):
-        _leave_out(flags, "kv_channels", "with --multi-latent-attention")
-    if values.get("moe_router_score_function") == "sigmoid":
-        _leave_out(flags, "moe_router_pre_softmax", "with --moe-router-score-function sigmoid")
-    if values.get("rope_mscale_all_dim") == 0:
-        _leave_out(flags, "rope_mscale_all_dim", "as without it")
-    if "--fp16" not in flags.names and "precision" not in values:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            _leave_out(flags, name, "without --fp16")
-    if "--rotary-scaling-factor" not in flags.names and "rope_scaling" not in values:
-        for name in ("rope_mscale", "rope_mscale_all_dim"):
-            _leave_out(flags, name, "without --rotary-scaling-factor")
+    values, scaling = flags.values, ("rope_mscale", "rope_mscale_all_dim")
+    scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    is_unscaled = "--rotary-scaling-factor" not in flags.names and "rope_scaling" not in values
+    idle: Sequence[tuple[object, Iterable[str], str]] = (
+        (values.get("num_experts") in (0, 1), field_infos(ExpertsConfig), "a model without experts"),
+        (values.get("multi_latent_attention"), ["kv_channels"], "with --multi-latent-attention"),
+        (
+            values.get("moe_router_score_function") == "sigmoid",
+            ["moe_router_pre_softmax"],
+            "with --moe-router-score-function sigmoid",
+        ),
+        (values.get("rope_mscale_all_dim") == 0, ["rope_mscale_all_dim"], "as without it"),
+        ("--fp16" not in flags.names and "precision" not in values, scales, "without --fp16"),
+        (is_unscaled, scaling, "without --rotary-scaling-factor"),
+    )
+    for is_idle, names, why in idle:
+        _leave_out(flags, names if is_idle else (), why)
 
 
 def leave_out_unread(flags: Given, config: Config) -> None:
@@ -96,18 +97,18 @@ def leave_out_unread(flags: Given, config: Config) -> None:
     for name, cause in config.model.idle_fields.items():
         if name in _UNREAD_BESIDE:
             state = getattr(config.model, cause)
-            _leave_out(flags, name, f"with {flag_and_value(cause, state)}" if state else f"without {flag(cause)}")
+            _leave_out(flags, [name], f"with {flag_and_value(cause, state)}" if state else f"without {flag(cause)}")
     if config.experts.num_experts is None:
-        for name in ("etp", *field_infos(ExpertsConfig)):
-            _leave_out(flags, name, "a model without experts")
+        _leave_out(flags, ("etp", *field_infos(ExpertsConfig)), "a model without experts")
     if config.optimizer.lr_warmup_iters == 0 and config.optimizer.lr_decay_style != "1cycle":
-        _leave_out(flags, "lr_warmup_init", "without a warm-up")
+        _leave_out(flags, ["lr_warmup_init"], "without a warm-up")
 
 
-def _leave_out(flags: Given, name: str, why: str) -> None:
-    if name in flags.values:
-        source = flag_and_value(name, flags.values.pop(name))
-        flags.idle.setdefault("Megatron-LM", []).append(f"{source} ({why})")
+def _leave_out(flags: Given, names: Iterable[str], why: str) -> None:
+    for name in names:
+        if name in flags.values:
+            source = flag_and_value(name, flags.values.pop(name))
+            flags.idle.setdefault("Megatron-LM", []).append(f"{source} ({why})")
 
 
 def _contradictions(flags: Given) -> list[str]:
@@ -143,8 +144,7 @@ def _balance(flags: Given) -> list[str]:
     values, kind = flags.values, flags.values.get(_BALANCE)
     if kind == "none" or (kind == "aux_loss" and not values.get(_COEFFICIENT)):
         why = "no such loss" if kind == "none" else "without --moe-aux-loss-coeff"
-        for name in (_BALANCE, _COEFFICIENT):
-            _leave_out(flags, name, why)
+        _leave_out(flags, (_BALANCE, _COEFFICIENT), why)
         return []
     if kind != "aux_loss":
         return []

@@ -4,8 +4,9 @@ A row is data, and one whose value needs computing names a function. A flag is w
 a switch, --flag X takes one value, and --flag X... any number. Tables of a file:
 
 * `is`: the flags of megacore that say the same. One in parentheses holds where nothing else sets it, and N stands for
-  the setting's own value, which is as `reads` says: whole (and its least value), real, text, switch, or off, a switch
-  turned around; what is `or null` sets nothing with null, nor does what `skips` names.
+  the setting's own value, which is as `reads` says: whole (and its least value), float, which is the same as a number
+  with a fraction, real, text, switch, or off, a switch turned around; what is `or null` sets nothing with null, nor
+  does what `skips` names.
 * `at`: settings that are accepted with some values. A table `is` says what each becomes; a list `accepts`, as JSON has
   it, those that change nothing. `never`: values with reasons of their own. Any other value is refused: `why`, and what
   to do `otherwise`; or as unknown, with what may be used besides (`or`).
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore.arrive.translation import Run, Translation
-from megacore.config.messages import did_you_mean, number, one_of
-from megacore.config.numbers import parse_float, parse_int
+from megacore.config.messages import did_you_mean, number, one_of, shortened
+from megacore.config.numbers import is_number, parse_int
 from megacore.config.spelling import field_and_text
 
 Document = Mapping[str, Any]
@@ -113,14 +114,7 @@ def shown(value: Any) -> str:
         text = number(value)
     else:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def is_number(text: str) -> bool:
-    """Whether a word is a number."""
-    with contextlib.suppress(ValueError):
-        return parse_float(text) is not None
-    return False
+    return shortened(text)
 
 
 def _example(value: Value, example: float) -> str:
@@ -178,13 +172,17 @@ _READERS: Mapping[str, Callable[[Value], Any]] = {
 }
 
 
+_NOTHING = object()
+
+
 def _read(value: Value, row: Row) -> Any:
     """The value as the row reads it; None: it sets nothing."""
-    reads = row.get("reads", "whole 1")
+    reads, skips = row.get("reads", "whole 1"), row.get("skips", _NOTHING)
     kind, _, low = reads.removesuffix(" or null").partition(" ")
-    if (value.value is None and reads.endswith(" or null")) or ("skips" in row and _is(value.value, row["skips"])):
+    if (value.value is None and reads.endswith(" or null")) or _is(value.value, skips):
         return None
-    return whole(value, int(low or 0)) if kind == "whole" else _READERS[kind](value)
+    given = whole(value, int(low or 0)) if kind in ("whole", "float") else _READERS[kind](value)
+    return None if _is(given, skips) else float(given) if kind == "float" else given
 
 
 def _is(value: Any, one: Any) -> bool:

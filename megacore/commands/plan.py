@@ -145,7 +145,7 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="plan",
         choices=("plan", "full"),
-        help=DRY_RUN_FLAGS[DRY_RUN].text,
+        help=DRY_RUN_FLAGS[DRY_RUN].doc,
     )
 
 

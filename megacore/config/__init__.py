@@ -6,21 +6,17 @@ checks it, and cli.py turns a command line into a configuration.
 """
 
 from megacore.config.average import AverageConfig
-from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.checkpoint import CheckpointConfig, StartConfig
 from megacore.config.data import DataConfig
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.logging import LoggingConfig
 from megacore.config.lora import LoraConfig
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.mup import MupConfig
-from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
+from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import (
-    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
     OneBitAdamConfig,
     OneBitLambConfig,
     OptimizerSettings,
@@ -29,16 +25,13 @@ from megacore.config.optimizers import (
 from megacore.config.parallel import ParallelConfig, ResolvedParallel
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.rampup import RampupConfig
-from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of, with_registered
-from megacore.config.spikes import SpikeConfig
-from megacore.config.starting import StartConfig
+from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.training import ResolvedTraining, TrainingConfig
 from megacore.config.validation import validate, violations
-from megacore.config.watch import WatchConfig
+from megacore.config.watch import SpikeConfig, WatchConfig
 
 __all__ = [
     "SECTIONS",
-    "AdafactorConfig",
     "AdamConfig",
     "AdamWConfig",
     "AverageConfig",
@@ -46,12 +39,9 @@ __all__ = [
     "Config",
     "DataConfig",
     "ExpertsConfig",
-    "LambConfig",
-    "LionConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
-    "MuonConfig",
     "MupConfig",
     "OneBitAdamConfig",
     "OneBitLambConfig",
@@ -63,7 +53,6 @@ __all__ = [
     "ResolvedConfig",
     "ResolvedExperts",
     "ResolvedModel",
-    "ResolvedOptimizer",
     "ResolvedParallel",
     "ResolvedPrecision",
     "ResolvedTraining",
@@ -75,5 +64,4 @@ __all__ = [
     "sections_of",
     "validate",
     "violations",
-    "with_registered",
 ]

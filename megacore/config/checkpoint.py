@@ -1,4 +1,4 @@
-"""The section of checkpoints: what a run starts from, what it saves and keeps, and when it ends."""
+"""The sections of checkpoints: what a run starts from, what it saves and keeps, and when it ends."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ class CheckpointConfig(Section):
     exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None
     """Saves and ends the run after the first step that finishes this many minutes after its start. Default: no
     limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig(Section):
+    """Which parts of a checkpoint a run starts from."""
+
+    pretrained_checkpoint: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Starts at step 0 from the weights of this checkpoint, or of the newest of a run, with new optimizer state. With
+    --load auto, only where --output-dir has no checkpoint. Default: weights drawn from --seed."""
+    load_optim: bool = True
+    """Loads the optimizer's state with --load. Without it the run keeps its step and its position in the data."""

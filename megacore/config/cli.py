@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config.dimensions import degree_fields
@@ -26,7 +26,6 @@ from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
-from megacore.config.no_effect import without_effect
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
@@ -116,35 +115,43 @@ def parse_config(
     if planned and world_size is not None:
         process = replace(process, world_size=world_size, follows_degrees=False)
     _answer_question(argv, prog, description, config_class, process)
-    reading = _read(
-        argv,
-        process,
-        config_class,
-        shape,
-        continued,
-        is_planned=planned,
-        files_elsewhere=files_elsewhere,
-        searched=searched,
-        computes_on_cpu=computes_on_cpu,
-    )
-    is_valid = not (reading.problems or reading.local_problems)
-    reading.local_problems.extend(problems)
+    sources = _sources(argv, config_class, shape, continued, is_planned=planned, world_size=process.world_size)
+    flags, file, config = sources.flags, sources.file, sources.config()
+    found = list(flags.problems)  # what every rank finds wrong
+    if not process.problems:
+        file_unread = set(all_fields(config_class)) if "config" in flags.unread else file.unread
+        validation = Validation(
+            config=config,
+            world_size=process.world_size,
+            unread=frozenset((file_unread - flags.values.keys()) | flags.unread),
+            follows_degrees=process.follows_degrees,
+            searched=searched,
+            on_cpu=None if computes_on_cpu is None else computes_on_cpu(config.parallel.device),
+            further=partial(_idle_flags, flags),
+        ).of_start()
+        config, process = validation.config, replace(process, world_size=validation.world_size)
+        found += map(sources.naming_defaults, validation.messages())
+    # The first rank of a machine looks at its disk for all of them.
+    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
+    here = [*process.problems, *_unknown_address(process), *file.problems, *on_disk, *sources.problems]  # this machine
+    is_valid = not (found or here)
+    here += problems
     # `problems` of the caller do not end the reading: its checks may find more, and all are reported together.
     if not is_valid:
-        _refuse(prog, process, reading, exits=exits)
-    vocab_size = _call(vocabulary, reading.config, reading)
+        _refuse(prog, process, sources, found, here, exits=exits)
+    vocab_size = _call(vocabulary, config, here)
     # The checks still run after `vocabulary` failed, and need some size.
-    if reading.local_problems and reading.config.model.vocab_size is None:
+    if here and config.model.vocab_size is None:
         vocab_size = UNKNOWN_VOCAB_SIZE
-    config = cast(ConfigKind[R], reading.config).resolve(reading.world_size, vocab_size=vocab_size)
+    resolved = cast(ConfigKind[R], config).resolve(process.world_size, vocab_size=vocab_size)
     for check in checks if process.local_rank == 0 else ():
-        _call(check, config, reading)
-    if reading.local_problems:
-        _refuse(prog, process, reading, exits=exits)
+        _call(check, resolved, here)
+    if here:
+        _refuse(prog, process, sources, found, here, exits=exits)
     if process.rank == 0:
-        for note in [*reading.notes, *without_effect(config, reading.typed if typed is None else typed)]:
+        for note in [*sources.all_notes(config), *sources.without_effect(resolved, typed)]:
             print(f"megacore: note: {note}", file=sys.stderr)
-    return config
+    return resolved
 
 
 def given_values(
@@ -227,21 +234,6 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     return _Process(0, 0, ranks, follows_degrees=True)
 
 
-@dataclass(frozen=True)
-class _Reading(Generic[C]):
-    """The configuration that the sources give together, and what is wrong with it."""
-
-    config: C  # the configuration, which may be invalid
-    world_size: int
-    problems: list[str]  # what every rank finds wrong
-    local_problems: list[str]  # what is wrong with the files and the environment of this machine
-    notes: list[str]  # what to tell the user although nothing is wrong
-    source: str | None  # path of the configuration file; None if none is given, or it cannot be read
-    # Settings of other trainers and the flags that they became, by where they come from.
-    translated: dict[str, dict[str, str]]
-    typed: Mapping[str, Any]  # values by field that flags of this program set
-
-
 def _sources(
     argv: Sequence[str],
     kind: type[C],
@@ -282,50 +274,6 @@ def _sources(
         return sources
     chosen = sources.config().optimizer.optimizer  # now it is known which
     return _sources(argv, kind, shape, continued, is_planned=is_planned, world_size=world_size, optimizer=chosen)
-
-
-def _read(
-    argv: Sequence[str],
-    process: _Process,
-    kind: type[C],
-    shape: Shape | None,
-    continued: Shape | None,
-    *,
-    is_planned: bool,
-    files_elsewhere: bool,
-    searched: Searched | None,
-    computes_on_cpu: Callable[[str], bool] | None,
-) -> _Reading[C]:
-    sources = _sources(argv, kind, shape, continued, is_planned=is_planned, world_size=process.world_size)
-    flags, file = sources.flags, sources.file
-    config = sources.config()
-    file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
-    problems = list(flags.problems)
-    if not process.problems:
-        validation = Validation(
-            config=config,
-            world_size=process.world_size,
-            unread=frozenset((file_unread - flags.values.keys()) | flags.unread),
-            follows_degrees=process.follows_degrees,
-            searched=searched,
-            on_cpu=None if computes_on_cpu is None else computes_on_cpu(config.parallel.device),
-            further=partial(_idle_flags, flags),
-        ).of_start()
-        config, process = cast(C, validation.config), replace(process, world_size=validation.world_size)
-        problems += map(sources.naming_defaults, validation.messages())
-    # The first rank of a machine looks at its disk for all of them.
-    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
-    local_problems = [*process.problems, *_unknown_address(process), *file.problems, *on_disk, *sources.problems]
-    return _Reading(
-        config=config,
-        world_size=process.world_size,
-        problems=problems,
-        local_problems=local_problems,
-        notes=[] if problems or local_problems else list(sources.all_notes(config)),
-        source=None if file.unread.issuperset(all_fields(kind)) else sources.path,
-        translated=flags.translated,
-        typed=sources.typed,
-    )
 
 
 def _unknown_address(process: _Process) -> list[str]:
@@ -375,15 +323,15 @@ def _save_in_directory(given: Given) -> None:
         )
 
 
-def _call(hook: Callable[[Any], T] | None, config: Config, reading: _Reading[Any]) -> T | None:
-    """What a hook returns for the configuration. The problems that it raises are noted, each once."""
+def _call(hook: Callable[[Any], T] | None, config: Config, problems: list[str]) -> T | None:
+    """What a hook returns for the configuration. The problems that it raises are added, each once."""
     if hook is None:
         return None
     try:
         return hook(config)
     except UserError as error:
-        problems = getattr(error, "problems", (str(error),))
-        reading.local_problems.extend(problem for problem in problems if problem not in reading.local_problems)
+        raised = getattr(error, "problems", (str(error),))
+        problems += [problem for problem in raised if problem not in problems]
         return None
 
 
@@ -411,37 +359,33 @@ def _answer_question(argv: Sequence[str], prog: str, description: str, kind: typ
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-def _refuse(prog: str, process: _Process, reading: _Reading[Any], *, exits: bool) -> NoReturn:
+def _refuse(
+    prog: str, process: _Process, sources: Sources[Any], found: list[str], here: list[str], *, exits: bool
+) -> NoReturn:
+    """Ends the process with what every rank has found wrong, and what is wrong on this machine."""
     if not exits:
-        raise ConfigError([_printable(problem) for problem in (*reading.problems, *reading.local_problems)])
+        raise ConfigError([_printable(problem) for problem in (*found, *here)])
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)
-    message = _message(prog, reading.problems + reading.local_problems, reading.source, reading.translated)
+    message = _message(prog, found + here, sources)
     leave_for_launcher(message)
     if process.rank == 0:
         print(message, file=sys.stderr, flush=True)
-    elif reading.local_problems:
-        print(_message(prog, reading.local_problems, None, host=socket.gethostname()), file=sys.stderr, flush=True)
+    elif here:
+        print(_message(prog, here, where=f" on {socket.gethostname()}"), file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_SECONDS)
     raise SystemExit(EXIT_REFUSED)
 
 
-def _message(
-    prog: str,
-    problems: Sequence[str],
-    source: str | None,
-    translated: Mapping[str, Mapping[str, str]] | None = None,
-    *,
-    host: str | None = None,
-) -> str:
-    where = f" on {host}" if host else ""
+def _message(prog: str, problems: Sequence[str], sources: Sources[Any] | None = None, where: str = "") -> str:
     lines = [f"megacore: refused{where}: {counted(len(problems), 'problem')}"]
     lines += ["  - " + _printable(problem).replace("\n", "\n    ") for problem in problems]
-    lines += [_printable(line) for line in _of_other_trainers(problems, translated or {})]
-    if source:
-        lines.append(f"Keys of {source} are shown as their flags: num_layers is --num-layers.")
+    if sources is not None:
+        lines += map(_printable, _of_other_trainers(problems, sources.flags.translated))
+        if sources.path and not sources.file.unread.issuperset(all_fields(sources.kind)):
+            lines.append(f"Keys of {sources.path} are shown as their flags: num_layers is --num-layers.")
     lines.append(f"Flags and their defaults: {prog} --help")
     return "\n".join(lines)
 
@@ -462,7 +406,7 @@ def _printable(text: str) -> str:
 
 def refusal(prog: str, problems: Sequence[str]) -> str:
     """The text by which the program `prog` refuses what it is given."""
-    return _message(prog, problems, None)
+    return _message(prog, problems)
 
 
 def leave_for_launcher(text: str) -> None:

@@ -295,23 +295,20 @@ def _widths(c: Settings) -> Iterator[str]:
         )
 
 
-def _dense_layers(c: Settings) -> Iterator[str]:
-    dense, layers = c.moe_first_dense_layers, c.num_layers
-    if c.num_experts is not None and dense >= layers:
-        yield Problem(
-            f"--moe-first-dense-layers {dense} must be below --num-layers {layers}",
-            up_to("moe_first_dense_layers", dense, layers - 1, low=0),
-            Change("leave --num-experts and --moe-first-dense-layers out"),
-        )
-
-
 EXPERT_RULES: Sequence[Rule] = (
     Divides("ep", "num_experts"),
     _expert_ranks,
     _tokens_of_ranks,
     _widths,
     Divides("tp", "moe_shared_expert_size", when=("num_experts",)),
-    _dense_layers,
+    AtMost(
+        "moe_first_dense_layers",
+        "num_layers",
+        below=True,
+        least=0,
+        use=("leave --num-experts and --moe-first-dense-layers out",),
+        when=("num_experts",),
+    ),
     Excludes(
         "num_experts disable_bias_linear=False",
         "--num-experts needs --disable-bias-linear, because experts have no biases",

@@ -21,7 +21,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megacore.config.messages import did_you_mean, number, one_of
+from megacore.config.messages import did_you_mean, number, one_of, shortened
 from megacore.config.problem import Change, Problem, Values, Way
 from megacore.config.rules import Needs, Rule, Settings
 from megacore.config.spelling import OWNERS, flag, own_flag, with_value
@@ -81,15 +81,16 @@ class FieldInfo:
 
     name: str
     kind: type  # bool, int, float, str, or tuple for a tuple of strings
-    optional: bool
-    registered: Collection[str]  # the names that it may have; empty: any value of its kind
-    range: Range | None
-    aliases: tuple[str, ...]
     metavar: str
-    default: Any  # dataclasses.MISSING where the field is required
+    optional: bool = False
+    registered: Collection[str] = ()  # the names that it may have; empty: any value of its kind
+    range: Range | None = None
+    aliases: tuple[str, ...] = ()
+    default: Any = None  # dataclasses.MISSING where the field is required
     needs: Needs | None = None
     example: Any = None
     alone: str | None = None  # the value of the flag without one
+    doc: str = ""  # the help text of a flag that is no field
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -119,13 +120,9 @@ class FieldInfo:
         return self.default is dataclasses.MISSING
 
 
+@functools.cache  # evaluating annotations takes milliseconds
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
-    return _field_infos(section)
-
-
-@functools.cache  # evaluating annotations takes milliseconds
-def _field_infos(section: type) -> dict[str, FieldInfo]:
     declared = get_type_hints(_declaring_class(section), include_extras=True)
     narrowed = get_type_hints(section)
     fields = [f for f in dataclasses.fields(section) if f.name in declared]  # a resolved section may have more
@@ -165,13 +162,9 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defau
     )
 
 
+@functools.cache  # parsing the source takes milliseconds
 def field_docs(section: type) -> Mapping[str, str]:
     """The help text of each field: the string under it in the source, which Python itself does not keep."""
-    return _field_docs(section)
-
-
-@functools.cache  # parsing the source takes milliseconds
-def _field_docs(section: type) -> Mapping[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(_declaring_class(section)))
     except OSError:  # a class of one's own may come from where there is no file
@@ -281,7 +274,7 @@ def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
 
 def _number_problem(info: FieldInfo, value: float) -> str | None:
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # an integer may exceed every float; NaN compares false
-        return f"{with_value(info.flag, _short(value))} is not a finite number: {_way_out(info, value)}"
+        return f"{with_value(info.flag, shortened(str(value), 40))} is not a finite number: {_way_out(info, value)}"
     if info.range is not None and value not in info.range:
         return Problem(f"{with_value(info.flag, number(value))} must be {info.range}", *_in_range(info, value))
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
@@ -289,11 +282,6 @@ def _number_problem(info: FieldInfo, value: float) -> str | None:
             f"{with_value(info.flag, str(value))} is above the largest accepted value", *_in_range(info, value)
         )
     return None
-
-
-def _short(value: float) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _in_range(info: FieldInfo, value: float) -> Iterator[Way]:

@@ -17,7 +17,7 @@ from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos
 from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
-from megacore.config.numbers import nearest_ints, parse_float, parse_int
+from megacore.config.numbers import is_number, nearest_ints, parse_float, parse_int
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, section_of, sections_of
@@ -44,21 +44,15 @@ CONFIG_INFO = FieldInfo(
     name="config",
     kind=str,
     optional=True,
-    registered=(),
-    range=None,
-    aliases=(),
     metavar="FILE.toml",
-    default=None,
-)
-CONFIG_DOC = (
-    "Reads settings from a TOML file with the tables [model], [parallel], ..., such as the OUTPUT_DIR/config.toml of a "
-    "run. Flags override it. Default: no file."
+    doc="Reads settings from a TOML file with the tables [model], [parallel], ..., such as the OUTPUT_DIR/config.toml "
+    "of a run. Flags override it. Default: no file.",
 )
 
 
-def setting_files() -> Mapping[str, tuple[FieldInfo, str]]:
-    """Flags that name a file of settings, and are no field, with their help texts."""
-    return {CONFIG_INFO.name: (CONFIG_INFO, CONFIG_DOC), **other_trainers().files}
+def setting_files() -> dict[str, FieldInfo]:
+    """Flags that name a file of settings, and are no field."""
+    return {CONFIG_INFO.name: CONFIG_INFO, **other_trainers().files}
 
 
 def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: str | None = None) -> Given:
@@ -114,10 +108,11 @@ def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Conf
     values."""
     flags, kept, is_kept, name = flags_by_name(kind), list[str](), True, ""
     for text in argv:
-        if text.startswith("-") and not _is_number(text):
+        if text.startswith("-") and not is_number(text):
             name = text.partition("=")[0].replace("_", "-")
             info = flags.get(name)
-            sets = other_trainers().fields_of(name) or (() if info is None else (info.name,))
+            theirs = other_trainers().setting_of(name, ())
+            sets = theirs.fields if theirs else () if info is None else (info.name,)
             is_kept = not any(field in fields for field in sets)
         if parameter := _parameter(name, text, flags):
             names = _fields_of_parameter(parameter) or (flags[parameter].name,)
@@ -128,23 +123,20 @@ def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Conf
     return kept
 
 
-def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
-    word: _Word | None = None
+def _words(argv: Sequence[str], given: Given) -> list[_Word]:
+    words = list[_Word]()
     for text in argv:
-        if text.startswith("-") and not _is_number(text):
-            if word is not None:
-                yield word
+        if text.startswith("-") and not is_number(text):
             name, equals, value = text.partition("=")
-            word = _Word(name.replace("_", "-"), [value] if equals else [])
-        elif word is not None:
-            word.values.append(text)
+            words.append(_Word(name.replace("_", "-"), [value] if equals else []))
+        elif words:
+            words[-1].values.append(text)
         else:
             given.problems.append(f"'{text}' belongs to no flag: every value follows its flag, as in --train-iters 100")
-    if word is not None:
-        yield word
+    return words
 
 
-def _with_parameters(words: Iterator[_Word], flags: Mapping[str, FieldInfo], given: Given) -> Iterator[_Word]:
+def _with_parameters(words: Sequence[_Word], flags: Mapping[str, FieldInfo], given: Given) -> Iterator[_Word]:
     """Each flag, and each of its parameters as a flag of two words."""
     for word in words:
         owner = flags.get(word.flag)
@@ -283,7 +275,7 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
 
 def flags_by_name(kind: type[Config] = Config) -> dict[str, FieldInfo]:
     """The field of each flag, alias, and `--no-` form of a switch."""
-    fields = (*all_fields(kind).values(), *(info for info, _ in setting_files().values()))
+    fields = (*all_fields(kind).values(), *setting_files().values())
     positive = {name: info for info in fields for name in info.flags}
     return positive | {negative(name): info for name, info in positive.items() if info.kind is bool}
 
@@ -292,13 +284,5 @@ def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     """Each flag with its aliases and, for a switch, the form that turns it off."""
     return {
         info.flag: (*info.aliases, *([negative(info.flag)] if info.kind is bool else []))
-        for info in (*(info for info, _ in setting_files().values()), *all_fields(kind).values())
+        for info in (*setting_files().values(), *all_fields(kind).values())
     }
-
-
-def _is_number(text: str) -> bool:
-    try:
-        parse_float(text)
-    except ValueError:
-        return False
-    return True

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megacore.config.messages import divisors
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.reproducible import canonical_blocks
-from megacore.config.rules import Rule, Settings
+from megacore.config.rules import Excludes, Out, Rule, Settings
 from megacore.config.schema import Config
 
 _READ = (
@@ -39,7 +39,7 @@ def _skipped(c: Settings) -> Iterator[str]:
         yield Problem(
             f"--fp8 skip={text} must be numbers of blocks with commas between them",
             Change("use --fp8 skip=0 for the first block", {"fp8_skip": "0"}),
-            Change("leave it out", {"fp8_skip": None}),
+            c.without("fp8_skip"),
         )
         return
     if outside:
@@ -48,22 +48,12 @@ def _skipped(c: Settings) -> Iterator[str]:
             f"--fp8 skip={text}: of --num-layers {layers} the blocks are 0 to {layers - 1}, or -{layers} to -1 from "
             f"the end, and {', '.join(map(str, outside))} is none",
             Change(f"use --fp8 skip={kept}", {"fp8_skip": kept}) if kept else None,
-            Change("leave it out", {"fp8_skip": None}),
+            c.without("fp8_skip"),
         )
     elif len({number % layers for number in _numbers(text or "")}) == layers:
         yield Problem(
             f"--fp8 skip={text} leaves none of --num-layers {layers} in fp8",
-            Change("leave it out", {"fp8_skip": None}),
-        )
-
-
-def _compiled(c: Settings) -> Iterator[str]:
-    config: Config = c.config
-    if config.precision.fp8 != "none" and config.training.compile:
-        yield Problem(
-            f"--fp8 {config.precision.fp8} chooses in each step what is in fp8, which --compile would fix",
-            Change("leave --compile out", {"compile": False}),
-            Change("leave --fp8 out", {"fp8": "none"}),
+            c.without("fp8_skip"),
         )
 
 
@@ -88,7 +78,7 @@ def _widths(c: Settings) -> Iterator[str]:
         f"--fp8 {recipe} needs multiples of {FP8_UNITS[recipe]} features {where}, and there are {', '.join(unfit)}",
         *(Change(f"use --fp8 {name}", {"fp8": name}) for name in others),
         way,
-        Change("leave --fp8 out", {"fp8": "none"}),
+        c.out("fp8"),
     )
 
 
@@ -120,4 +110,13 @@ def _unfit(config: Config, recipe: str, *, tp: int | None = None, blocks: int | 
             yield f"{size / parts:g} {what}"
 
 
-FP8_RULES: Sequence[Rule] = (_skipped, _compiled, _widths)
+FP8_RULES: Sequence[Rule] = (
+    _skipped,
+    Excludes(
+        "fp8 compile",
+        "{0} chooses in each step what is in fp8, which {1} would fix",
+        Out("compile"),
+        Out("fp8"),
+    ),
+    _widths,
+)

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
@@ -20,7 +20,7 @@ from megacore.config.flags import all_fields, flags_by_name, setting_files
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import Config, section_of, sections_of
 from megacore.config.spelling import PARAMETERS, negative
 from megacore.errors import UserError
 
@@ -71,7 +71,7 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
     elif name in sections_of(kind):
         lines = page.section(name)
     elif (flag := f"--{name.removeprefix('--')}") in DRY_RUN_FLAGS:
-        lines = page.dry_run_flag(flag)
+        lines = page.flag(DRY_RUN_FLAGS[flag])
     else:
         lines = page.flag(_field_of(name, kind))
     return "\n".join(lines)
@@ -79,10 +79,10 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
 
 def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
     """The help text of a field, as the entry point means it."""
-    if info.name in (files := setting_files()):
-        doc = files[info.name][1]
+    if info.doc:
+        doc = info.doc
     else:
-        section = sections_of(kind)[_section_of(info.name, kind)]
+        section = sections_of(kind)[section_of(kind, info.name)]
         doc = kind.help_texts.get(info.name, field_docs(section).get(info.name, ""))
     meaning, _, default = doc.partition(" Default: ")
     return HelpText(meaning, default.removesuffix(".") or _default_value(info, kind))
@@ -92,13 +92,10 @@ def _default_value(info: FieldInfo, kind: type[Config]) -> str:
     """`12`, or nothing if the field is required; for defaults that depend on a flag, each with that flag."""
     if info.required:
         return ""
-    values = [(given, _shown(info, defaults.get(info.name, info.default))) for given, defaults in _variants(kind)]
+    variants = kind.all_defaults().items()
+    values = [(given, _shown(info, defaults.get(info.name, info.default))) for given, defaults in variants]
     (_, first), *others = values
     return "; ".join([first, *(f"{value} with {given}" for given, value in others if value != first)])
-
-
-def _variants(kind: type[Config]) -> Iterable[tuple[str, dict[str, object]]]:
-    return kind.all_defaults().items()
 
 
 def _shown(info: FieldInfo, value: object) -> str:
@@ -107,10 +104,6 @@ def _shown(info: FieldInfo, value: object) -> str:
     if isinstance(value, int | float):
         return number(value)
     return "none" if value in (None, ()) else str(value)
-
-
-def _section_of(name: str, kind: type[Config]) -> str:
-    return next(section for section, fields in sections_of(kind).items() if name in field_infos(fields))
 
 
 def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
@@ -145,7 +138,7 @@ class _Page:
         yield f"       torchrun --nproc-per-node N {prog} FLAGS"
         yield ""
         yield from self._wrapped(description, indent=0)
-        fields = {**{name: info for name, (info, _) in setting_files().items()}, **all_fields(self.kind)}
+        fields = setting_files() | all_fields(self.kind)
         for group, names in _USUAL.items():
             yield from self._heading(group)
             for name in names:
@@ -168,18 +161,16 @@ class _Page:
     def everything(self, prog: str) -> Iterator[str]:
         yield f"All flags of {prog}"
         yield ""
-        for number_of_file, (info, _) in enumerate(setting_files().values()):
-            if number_of_file:
-                yield ""
+        for info in setting_files().values():
             yield from self._entry(info)
+            yield ""
         for name in self._sections():
-            yield ""
             yield from self.section(name)
-        yield ""
-        yield self._bold("Dry runs")
-        for flag in DRY_RUN_FLAGS:
             yield ""
-            yield from self.dry_run_flag(flag)
+        yield self._bold("Dry runs")
+        for info in DRY_RUN_FLAGS.values():
+            yield ""
+            yield from self._entry(info)
 
     def _sections(self) -> list[str]:
         """Sections of which the entry point accepts a flag, or that have none."""
@@ -201,14 +192,8 @@ class _Page:
         yield from self._entry(info, with_aliases=True)
         if info.range is not None:
             yield from self._wrapped(f"Range: {info.range}.", indent=6)
-        if info.name not in setting_files():
-            yield from self._wrapped(f"In a file: {info.name} under [{_section_of(info.name, self.kind)}].", indent=6)
-
-    def dry_run_flag(self, flag: str) -> Iterator[str]:
-        """One flag of dry runs. It has no key in a configuration file."""
-        value, text = DRY_RUN_FLAGS[flag]
-        yield f"  {self._bold(f'{flag} {value}')}"
-        yield from self._wrapped(text, indent=6)
+        if not info.doc:
+            yield from self._wrapped(f"In a file: {info.name} under [{section_of(self.kind, info.name)}].", indent=6)
 
     def _entry(self, info: FieldInfo, *, with_aliases: bool = False) -> Iterator[str]:
         """A flag with its aliases, its whole text and its default, and its parameters; or a parameter."""
@@ -223,7 +208,7 @@ class _Page:
             yield "  " + self._bold(line) if number_of_line == 0 else "  " + line
         yield from self._wrapped(self._meaning(info), indent=6)
         if info.name in PARAMETERS:
-            section = sections_of(self.kind)[_section_of(info.name, self.kind)]
+            section = sections_of(self.kind)[section_of(self.kind, info.name)]
             for parameter in field_infos(section).values():
                 if parameter.owner == info.name and parameter.name not in self.kind.unsupported:
                     yield from self._parameter(parameter, indent=8)

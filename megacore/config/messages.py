@@ -17,6 +17,11 @@ def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """A text, or its first letters and three points."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def one_of(values: Sequence[object]) -> str:
     """`1, 2, 4 or 8`."""
     texts = [str(v) for v in values]

@@ -12,6 +12,7 @@ from typing import TypeGuard
 from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
+from megacore.config.spelling import flag_and_value
 from megacore.files import unreadable
 from megacore.remote import RemotePath, is_url, url_problem
 
@@ -47,26 +48,19 @@ def missing_files(config: Config, world_size: int = 1) -> list[str]:
         )
     if _is_set(data.merge_file) and not os.path.isfile(data.merge_file):
         problems.append(f"--merge-file {data.merge_file} is not a file: use the merges.txt that --tokenizer belongs to")
-    load, init = config.checkpoint.load, config.checkpoint.init_from_hf
     problems += _url_problems(config, world_size)
-    if _is_set(load) and load != AUTO and not is_url(load) and not os.path.isdir(load):
-        problems.append(
-            f"--load {load} is not a directory: use the directory of a checkpoint or of a run, {OR_AUTO}, or leave "
-            "--load out"
-        )
-    pretrained = config.start.pretrained_checkpoint
-    if _is_set(pretrained) and not is_url(pretrained) and not os.path.isdir(pretrained):
-        problems.append(
-            f"--pretrained-checkpoint {pretrained} is not a directory: use the directory of a checkpoint or of a run"
-        )
-    if _is_set(init) and "init_from_hf" not in config.unsupported and not is_url(init) and not os.path.isdir(init):
-        problems.append(f"--init-from-hf {init} is not a directory: use one with config.json and safetensors files")
-    schedule = config.parallel.schedule_csv
-    if _is_set(schedule) and is_url(schedule):
-        pass  # _url_problems refuses it
-    elif _is_set(schedule) and not os.path.isfile(schedule):
-        problems.append(f"--schedule-csv {schedule} is not a file: use a CSV file with one row per pipeline rank")
-    elif _is_set(schedule) and (reason := unreadable(schedule)):
+    load, init = config.checkpoint.load, config.checkpoint.init_from_hf
+    of_run, schedule = "use the directory of a checkpoint or of a run", config.parallel.schedule_csv
+    for name, path, exists, instead in (
+        ("load", None if load == AUTO else load, os.path.isdir, f"directory: {of_run}, {OR_AUTO}, or leave --load out"),
+        ("pretrained_checkpoint", config.start.pretrained_checkpoint, os.path.isdir, f"directory: {of_run}"),
+        ("init_from_hf", init, os.path.isdir, "directory: use one with config.json and safetensors files"),
+        ("schedule_csv", schedule, os.path.isfile, "file: use a CSV file with one row per pipeline rank"),
+    ):
+        # `_url_problems` refuses a URL where none can be.
+        if _is_set(path) and not is_url(path) and not exists(path) and name not in config.unsupported:
+            problems.append(f"{flag_and_value(name, path)} is not a {instead}")
+    if _is_set(schedule) and os.path.isfile(schedule) and (reason := unreadable(schedule)):
         problems.append(f"--schedule-csv {schedule} {reason}: use a schedule with fewer microbatches")
     try:
         prefixes = data.prefixes(named=False)
@@ -78,7 +72,16 @@ def missing_files(config: Config, world_size: int = 1) -> list[str]:
         problem for given, prefix in datasets if _is_set(prefix) and (problem := _missing_dataset(given, prefix))
     ]
     output = config.training.output_dir
-    return problems + ([] if is_url(output) else _output_problem(Path(output))) + _tracker_problems(config)
+    problems += [] if is_url(output) else _output_problem(Path(output))
+    logging = config.logging
+    if _is_set(logging.wandb_project) and importlib.util.find_spec("wandb") is None:
+        problems.append(
+            f"--wandb-project {logging.wandb_project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
+    if _is_set(logging.tensorboard_dir) and not is_url(logging.tensorboard_dir):
+        problems += unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
+    return problems
 
 
 def _url_problems(config: Config, world_size: int) -> list[str]:
@@ -108,19 +111,6 @@ def _url_problems(config: Config, world_size: int) -> list[str]:
                 f"{name} {url} is a URL, which only --save, --load, --pretrained-checkpoint and "
                 f"--data-path may be: {way_out}"
             )
-    return problems
-
-
-def _tracker_problems(config: Config) -> list[str]:
-    """What the chosen trackers of metrics need and lack."""
-    logging, problems = config.logging, []
-    if _is_set(logging.wandb_project) and importlib.util.find_spec("wandb") is None:
-        problems.append(
-            f"--wandb-project {logging.wandb_project} needs the package wandb, which is not installed: "
-            "pip install wandb, or leave the flag out"
-        )
-    if _is_set(logging.tensorboard_dir) and not is_url(logging.tensorboard_dir):
-        problems += unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
     return problems
 
 

@@ -16,7 +16,7 @@ from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
 from megacore.config.rope_factors import parse_factors
-from megacore.config.rules import OUT, AtLeast, AtMost, Divides, Excludes, Multiple, Needs, Out, Rule, Settings
+from megacore.config.rules import OUT, AtLeast, AtMost, Divides, Excludes, Needs, Out, Rule, Settings
 from megacore.config.spelling import flag, flag_and_value
 
 _ROTARY = Needs(position_embedding_type="rope")
@@ -115,7 +115,12 @@ class ModelConfig(Section):
     """The shape of the transformer, its layers, initialisation and dropout."""
 
     rules: ClassVar[Sequence[Rule]] = (
-        Multiple("hidden_size", "num_attention_heads", when=("kv_channels=None", "multi_latent_attention=False")),
+        Divides(
+            "num_attention_heads",
+            "hidden_size",
+            about_number=True,
+            when=("kv_channels=None", "multi_latent_attention=False"),
+        ),
         Divides("num_query_groups", "num_attention_heads", multiple=False),
         AtMost("rope_low_freq_factor", "rope_high_freq_factor", below=True, when=("rope_scaling=llama3",)),
         AtLeast("rope_beta_fast", "rope_beta_slow", above=True, when=("rope_scaling=yarn",)),

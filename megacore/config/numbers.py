@@ -3,6 +3,7 @@ Single underscores may stand between the digits of a whole number, as `int` has 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -22,6 +23,13 @@ def parse_float(text: str) -> float:
     if not _FLOAT.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a number")
     return float(text)
+
+
+def is_number(text: str) -> bool:
+    """Whether a word is a number."""
+    with contextlib.suppress(ValueError):
+        return parse_float(text) is not None
+    return False
 
 
 def nearest_ints(text: str) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -47,6 +47,10 @@ class StateKind:
         return self.parameters in ("all", "whole" if whole else "others") and (whole or self.per == "element")
 
 
+MOMENTS = (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+"""The running means of gradients and of their squares."""
+
+
 class OptimizerSettings(Section):
     """The settings of one optimizer. A subclass is a section of the configuration, named as the optimizer."""
 
@@ -54,10 +58,13 @@ class OptimizerSettings(Section):
     shares: ClassVar[tuple[str, ...]] = ()
     """Other optimizers whose settings this one reads too, by name."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = ()
+    """What the optimizer keeps beside the weights, unless its settings say so."""
+
     @property
     def state(self) -> tuple[StateKind, ...]:
         """What the optimizer keeps beside the weights."""
-        return ()
+        return self.kinds
 
     @property
     def shard_unit(self) -> int:
@@ -132,29 +139,17 @@ class AdamWConfig(OptimizerSettings):
     elements."""
 
     @property
-    def moments(self) -> tuple[StateKind, StateKind]:
-        """The running means of gradients and of their squares."""
-        dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.moments_dtype == "bf16" else "float32"
-        in_blocks = self.moments_dtype == "int8"
-        return (
-            StateKind(name="exp_avg", dtype=dtype, in_blocks=in_blocks),
-            StateKind(name="exp_avg_sq", dtype=dtype, in_blocks=in_blocks),
-        )
-
-    @property
     def state(self) -> tuple[StateKind, ...]:
-        return self.moments
+        dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.moments_dtype == "bf16" else "float32"
+        return tuple(replace(kind, dtype=dtype, in_blocks=self.moments_dtype == "int8") for kind in MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamConfig(OptimizerSettings):
     """Settings of --optimizer adam: those of [adamw]."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = MOMENTS
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
-
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,20 +179,19 @@ class SGDConfig(OptimizerSettings):
 class LionConfig(OptimizerSettings):
     """Settings of --optimizer lion."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = MOMENTS[:1]
+
     lion_beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Weight of the momentum in the sum with the gradient whose sign is Lion's step."""
     lion_beta2: Annotated[float, Range(0, below=1)] = 0.99
     """Decay rate of Lion's momentum."""
-
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return (StateKind(name="exp_avg"),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LambConfig(OptimizerSettings):
     """Settings of --optimizer lamb, beside those of [adamw]."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = MOMENTS
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
 
     rules: ClassVar[Sequence[Rule]] = (AtLeast("lamb_max_coeff", "lamb_min_coeff"),)
@@ -207,15 +201,12 @@ class LambConfig(OptimizerSettings):
     lamb_max_coeff: Annotated[float | None, Range(above=0)] = None
     """Largest trust ratio. Default: no limit."""
 
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdamConfig(OptimizerSettings):
     """Settings of --optimizer onebitadam, beside those of [adamw]; --optimizer onebitlamb reads them too."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = MOMENTS
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
     momentum_format: ClassVar[Literal["sign"] | None] = "sign"
     uncompressed: ClassVar[str | None] = "adamw"
@@ -223,10 +214,6 @@ class OneBitAdamConfig(OptimizerSettings):
     onebit_freeze_step: Annotated[int | None, Range(1)] = None
     """Updates of the warm-up, in which onebitadam is AdamW and onebitlamb LAMB. Then the variance is frozen, and
     replicas send one bit per element of the momentum. Default: a fifth of --train-iters."""
-
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
 
     def warm_up(self, train_iters: int) -> int:
         """Updates of the warm-up."""
@@ -237,6 +224,7 @@ class OneBitAdamConfig(OptimizerSettings):
 class OneBitLambConfig(OptimizerSettings):
     """Settings of --optimizer onebitlamb, beside those of [lamb], [adamw] and [onebitadam]."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = (*MOMENTS, StateKind(name="exp_avg_sq_fresh"))
     shares: ClassVar[tuple[str, ...]] = ("adamw", "lamb", "onebitadam")
     momentum_format: ClassVar[Literal["sign"] | None] = "sign"
     uncompressed: ClassVar[str | None] = "lamb"
@@ -252,15 +240,15 @@ class OneBitLambConfig(OptimizerSettings):
     onebit_factor_threshold: Annotated[float, Range(above=0, below=1)] = 0.1
     """Largest relative change of that factor in an update."""
 
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return tuple(StateKind(name=name) for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerSettings):
     """Settings of --optimizer muon, beside those of [adamw]."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = (
+        StateKind(name="momentum", parameters="whole"),
+        *(replace(kind, parameters="others") for kind in MOMENTS),
+    )
     shares: ClassVar[tuple[str, ...]] = ("adamw",)
     joins_slices: ClassVar[bool] = True
 
@@ -282,11 +270,6 @@ class MuonConfig(OptimizerSettings):
     muon_split_qkv: Literal["none", "qkv", "heads"] = "qkv"
     """What is one matrix in the query, key and value projection. none: all of it. qkv: the queries, the keys, the
     values. heads: each head's queries, keys or values."""
-
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        others = (StateKind(name=name, parameters="others") for name in ("exp_avg", "exp_avg_sq"))
-        return (StateKind(name="momentum", parameters="whole"), *others)
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
@@ -315,6 +298,12 @@ class MuonConfig(OptimizerSettings):
 class AdafactorConfig(OptimizerSettings):
     """Settings of --optimizer adafactor."""
 
+    kinds: ClassVar[tuple[StateKind, ...]] = (
+        StateKind(name="exp_avg_sq_row", per="row", parameters="whole"),
+        StateKind(name="exp_avg_sq_col", per="column", parameters="whole"),
+        StateKind(name="exp_avg_sq", parameters="others"),
+    )
+
     adafactor_beta2_decay: Annotated[float, Range(below=0)] = -0.8
     """Weight of a gradient in the second moments: the step's number to this power."""
     adafactor_eps1: Annotated[float, Range(above=0)] = 1e-7
@@ -323,14 +312,6 @@ class AdafactorConfig(OptimizerSettings):
     """Least root mean square of a parameter, which multiplies the learning rate."""
     adafactor_clip: Annotated[float, Range(above=0)] = 1.0
     """Largest root mean square of a parameter's step / learning rate."""
-
-    @property
-    def state(self) -> tuple[StateKind, ...]:
-        return (
-            StateKind(name="exp_avg_sq_row", per="row", parameters="whole"),
-            StateKind(name="exp_avg_sq_col", per="column", parameters="whole"),
-            StateKind(name="exp_avg_sq", parameters="others"),
-        )
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and name.startswith("blocks.")

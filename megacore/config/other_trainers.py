@@ -25,16 +25,11 @@ class ForeignValue(NamedTuple):
 class OtherTrainers:
     """The questions, with the answers of a tree that knows no other trainer."""
 
-    # Flags that name another trainer's file of settings, with their help texts.
-    files: Mapping[str, tuple[FieldInfo, str]] = {}
+    files: Mapping[str, FieldInfo] = {}  # flags that name another trainer's file of settings
 
     def setting_of(self, flag: str, words: Sequence[str]) -> ForeignSetting | None:
         """The setting that a flag with its values is; None for flags of megacore, and for those that are refused."""
         return None
-
-    def fields_of(self, flag: str) -> Sequence[str]:
-        """The fields that another trainer's flag sets."""
-        return ()
 
     def value_of(self, name: str, flag: str, words: Sequence[str]) -> ForeignValue | None:
         """What the values of a flag of megacore mean in another trainer; None: what they mean here. Raises ValueError

@@ -209,6 +209,7 @@ class Divides:
     name: str  # of the divisor
     number: str  # of what it divides
     multiple: bool = True  # whether another value of that is a way out
+    about_number: bool = False  # the message is about what is divided, and proposes other values of it first
     when: Sequence[str] = ()
 
     def __call__(self, c: Settings) -> Iterator[str]:
@@ -216,31 +217,12 @@ class Divides:
             return
         divisor, value = getattr(c, self.name), getattr(c, self.number)
         if divisor and value and value % divisor:
-            yield Problem(
-                f"{c.given(self.name)} must divide {c.given(self.number)}",
-                divisors_of(self.name, divisor, value, bare=not self.multiple),
-                multiples_of(self.number, value, divisor) if self.multiple else None,
-            )
-
-
-@dataclass(frozen=True)
-class Multiple:
-    """The value of a field is a multiple of another one's; `when` terms hold."""
-
-    name: str
-    unit: str
-    when: Sequence[str] = ()
-
-    def __call__(self, c: Settings) -> Iterator[str]:
-        if not c.hold(self.when):
-            return
-        value, unit = getattr(c, self.name), getattr(c, self.unit)
-        if value % unit:
-            yield Problem(
-                f"{c.given(self.name)} must be a multiple of {c.given(self.unit)}",
-                multiples_of(self.name, value, unit),
-                divisors_of(self.unit, unit, value),
-            )
+            names, words = [self.name, self.number], "must divide"
+            ways = [divisors_of(self.name, divisor, value, bare=not self.multiple)]
+            ways += [multiples_of(self.number, value, divisor)] if self.multiple else []
+            if self.about_number:
+                names, words, ways = names[::-1], "must be a multiple of", ways[::-1]
+            yield Problem(f"{c.given(names[0])} {words} {c.given(names[1])}", *ways)
 
 
 @dataclass(frozen=True)
@@ -252,7 +234,8 @@ class AtMost:
     below: bool = False  # it is not equal either
     least: int = 1  # from which values of the field are tried
     why: str = ""  # follows the constraint
-    # Ways out beside a smaller value: `more` of the bound, `larger` without naming a value, or `out`, without the flag.
+    # Ways out beside a smaller value: `more` of the bound, `larger` without naming a value, `out`, without the flag, or
+    # others in words.
     use: Sequence[str] = ()
     when: Sequence[str] = ()
 
@@ -273,7 +256,7 @@ class AtMost:
             "out": c.without(self.name),
         }
         less = up_to(self.name, value, bound - self.below, low=self.least)
-        yield Problem(said, less, *(ways[way] for way in self.use))
+        yield Problem(said, less, *(ways.get(way) or Change(way) for way in self.use))
 
     def _rates(self, c: Settings, value: float, bound: float) -> Iterator[Way]:
         """Numbers with a fraction that keep the rule; what is just below a bound has no name."""

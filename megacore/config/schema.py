@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_type_hints
 
 from megacore.config.average import AverageConfig
-from megacore.config.checkpoint import CheckpointConfig
+from megacore.config.checkpoint import CheckpointConfig, StartConfig
 from megacore.config.data import DataConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
@@ -43,10 +43,8 @@ from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.rampup import BatchSizes, RampupConfig
 from megacore.config.rules import Rule
 from megacore.config.spelling import flag_and_value
-from megacore.config.spikes import SpikeConfig
-from megacore.config.starting import StartConfig
 from megacore.config.training import ResolvedTraining, TrainingConfig
-from megacore.config.watch import WatchConfig
+from megacore.config.watch import SpikeConfig, WatchConfig
 from megacore.remote import is_url
 
 

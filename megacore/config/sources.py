@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.given import Given
 from megacore.config.messages import number
@@ -18,7 +19,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
-from megacore.config.schema import Config, sections_of
+from megacore.config.schema import Config, ResolvedConfig, sections_of
 from megacore.config.spelling import flag_and_value
 
 C = TypeVar("C", bound=Config)
@@ -100,6 +101,23 @@ class Sources(Generic[C]):
             yield other_trainers().note_of_defaults(self.flags, changed)
         if changed := ", ".join(_changes(self.former, config, usual)):
             yield f"--load keeps settings of the run that it continues: {changed}"
+
+    def without_effect(self, config: ResolvedConfig, typed: Mapping[str, Any] | None) -> Iterator[str]:
+        """Notes on flags that change nothing in a run with its number of ranks: a script may start runs of all sizes.
+        `typed`: the values that flags set; None: as here."""
+        typed, parallel = self.typed if typed is None else typed, config.parallel
+        is_alone = ranks_of_role("replicas", parallel) == 1 and not (
+            parallel.offload_optimizer or parallel.offload_params
+        )
+        has_one_stage = parallel.pp == 1
+        notes = (
+            ("zero_stage", typed.get("zero_stage") and is_alone, "with one data-parallel rank (--dp 1)"),
+            ("etp", typed.get("etp") and config.model.experts is None, "without experts"),
+            # Other schedules have another order of forwards and backwards on one rank too.
+            ("schedule", typed.get("schedule") == "1f1b" and has_one_stage, "without a pipeline (--pp 1)"),
+            ("pipeline_balance", "pipeline_balance" in typed and has_one_stage, "without a pipeline (--pp 1)"),
+        )
+        yield from (f"{flag_and_value(name, typed[name])} changes nothing {why}" for name, idle, why in notes if idle)
 
     def _overridden_preset(self) -> Iterator[str]:
         """That the file overrides parts of a preset that a flag asks for."""

@@ -17,7 +17,7 @@ import megacore
 from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import all_fields
 from megacore.config.given import Given
-from megacore.config.messages import did_you_mean, nearest_name, one_of
+from megacore.config.messages import did_you_mean, nearest_name, one_of, shortened
 from megacore.config.schema import Config, section_of, sections_of
 from megacore.errors import ConfigError
 from megacore.files import replace_bytes, unreadable
@@ -164,5 +164,4 @@ def _where(path: str | Path, text: str, table: str | None, key: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(str(value).lower() if isinstance(value, bool) else repr(value))

@@ -64,10 +64,10 @@ class AdamW(AdamLike[AdamWConfig]):
         self._kept: KeptMoments | None = None  # None: fp32
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
-        if self.settings.moments_dtype == "bf16":
-            self._kept = RoundedMoments(segments, self.settings.moments, self.state, seed=config.training.seed)
-        elif self.settings.moments_dtype == "int8":
-            self._kept = BlockMoments(segments, self.settings.moments, self.state, mesh=mesh)
+        if self.settings.state_dtype == "bf16":
+            self._kept = RoundedMoments(segments, self.settings.state, self.state, seed=config.training.seed)
+        elif self.settings.state_dtype == "int8":
+            self._kept = BlockMoments(segments, self.settings.state, self.state, mesh=mesh)
 
     @property
     def defers(self) -> bool:
@@ -113,14 +113,14 @@ class AdamW(AdamLike[AdamWConfig]):
         )
 
     def values(self, local: LocalSegment, name: str) -> Tensor | None:
-        moments = [kind.name for kind in self.settings.moments]
+        moments = [kind.name for kind in self.settings.state]
         if self._kept is not None and name in moments:
             return self._kept.values(local, moments.index(name))
         return None if name.endswith(SCALES) else super().values(local, name)
 
     def set_values(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
-        if self._kept is not None and kind in self.settings.moments:
-            self._kept.set_values(local, self.settings.moments.index(kind), values)
+        if self._kept is not None and kind in self.settings.state:
+            self._kept.set_values(local, self.settings.state.index(kind), values)
         else:
             super().set_values(local, kind, values)
 

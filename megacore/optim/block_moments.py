@@ -61,7 +61,7 @@ class BlockMoments(KeptMoments):
     def __init__(
         self,
         segments: Sequence[LocalSegment],
-        kinds: tuple[StateKind, StateKind],
+        kinds: tuple[StateKind, ...],
         state: Mapping[LocalRun, dict[str, Tensor]],
         *,
         mesh: Mesh,

@@ -42,7 +42,7 @@ class KeptMoments(ABC):
     def __init__(
         self,
         segments: Sequence[LocalSegment],
-        kinds: tuple[StateKind, StateKind],
+        kinds: tuple[StateKind, ...],
         state: Mapping[LocalRun, dict[str, Tensor]],
     ) -> None:
         self.kinds, self.state = kinds, state

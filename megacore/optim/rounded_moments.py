@@ -31,7 +31,7 @@ class RoundedMoments(KeptMoments):
     def __init__(
         self,
         segments: Sequence[LocalSegment],
-        kinds: tuple[StateKind, StateKind],
+        kinds: tuple[StateKind, ...],
         state: Mapping[LocalRun, dict[str, Tensor]],
         *,
         seed: int,

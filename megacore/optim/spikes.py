@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megacore.config.spikes import SpikeConfig
+from megacore.config.watch import SpikeConfig
 
 _NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 # Least deviation, of the median: values that hardly vary make no spike of a small change. Norms have longer tails.

@@ -23,6 +23,7 @@ from megacore.commands.dry_run import is_dry_run
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
+from megacore.config.checkpoint import StartConfig
 from megacore.config.cli import parse_config, refusal
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.dry_run_flags import REHEARSE
@@ -33,7 +34,6 @@ from megacore.config.nodes import launcher_number
 from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
 from megacore.config.rampup import Ramp, RampupConfig
 from megacore.config.spelling import flag, flag_and_value
-from megacore.config.starting import StartConfig
 from megacore.config.toml import save_toml
 from megacore.config.validation import violations
 from megacore.convert.start import shape_from_hf
