@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,12 @@ class _Known(OtherTrainers):
 
     def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
         settings = read_deepspeed(path, is_planned=True).settings
-        return settings, list(_of_one_layout(settings))
+        of_one_layout = (one for one in settings if one.source.startswith(ACCUMULATION))
+        return settings, [
+            f"{one.where}{one.source} is for one layout, as --search divides the same batch in all ways: leave it out, "
+            f'or set it to "auto", and give {TOTAL} or --global-batch-size'
+            for one in of_one_layout
+        ]
 
 
 def _translate(foreign: Foreign, flag: str, words: Sequence[str], run: Run) -> Translation:
@@ -129,15 +134,6 @@ def _translate(foreign: Foreign, flag: str, words: Sequence[str], run: Run) -> T
         way_out = "give it one, or leave the flag out" if foreign.is_idle else f"it is {foreign.becomes}"
         raise ValueError(f"{flag} needs one value, and has {len(words) or 'none'}: {way_out}")
     return foreign.translate(Value(flag, " ".join(words), run))
-
-
-def _of_one_layout(settings: Sequence[ForeignSetting]) -> Iterator[str]:
-    for setting in settings:
-        if setting.source.startswith(ACCUMULATION):
-            yield (
-                f"{setting.where}{setting.source} is for one layout, as --search divides the same batch in all ways: "
-                f'leave it out, or set it to "auto", and give {TOTAL} or --global-batch-size'
-            )
 
 
 OTHER_TRAINERS = _Known()

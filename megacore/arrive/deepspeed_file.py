@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megacore.arrive.deepspeed import all_keys, tables
-from megacore.arrive.rows import Document, Foreign, Value, shown, value_at
-from megacore.arrive.translation import Run, Translation
+from megacore.arrive.rows import Document, Value, shown, value_at
+from megacore.arrive.translation import Translation
 from megacore.config.given import ForeignSetting
 from megacore.config.messages import did_you_mean, nearest_name
-from megacore.files import unreadable
+from megacore.config.toml import read_settings
+from megacore.errors import UserError
 
 _DEEPEST = 32
 _FLAG = "--deepspeed-config"
@@ -40,19 +41,14 @@ def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -
     planned, so that a search (autotuning) is what the caller does anyway."""
     if isinstance(source, Mapping):
         return _read(source, "config", is_planned=is_planned)
-    every = {name for key in all_keys().values() for name in key.fields}
     try:
-        if problem := unreadable(source):
-            return DeepSpeedKeys(problems=[f"{_FLAG} {source} {problem}: use an existing JSON file"], unread=every)
-        # Some editors begin a file with a byte-order mark, and json takes the last of repeated keys without a word.
-        document = json.loads(Path(source).read_bytes().decode("utf-8-sig"), object_pairs_hook=_without_repeats)
-    except OSError as error:
-        text = f"{_FLAG} {source} cannot be read: {error.strerror}: use an existing JSON file"
-        return DeepSpeedKeys(problems=[text], unread=every)
-    except (ValueError, RecursionError) as error:
-        return DeepSpeedKeys(problems=[f"{_FLAG} {source} is not valid JSON: {error}"], unread=every)
-    if not isinstance(document, dict):
-        return DeepSpeedKeys(problems=[f"{_FLAG} {source} must hold an object, as in {{}}"], unread=every)
+        # json takes the last of repeated keys without a word.
+        document = read_settings(source, "JSON", partial(json.loads, object_pairs_hook=_without_repeats))
+        if not isinstance(document, dict):
+            raise UserError("must hold an object, as in {}")
+    except UserError as error:
+        every = {name for key in all_keys().values() for name in key.fields}
+        return DeepSpeedKeys(problems=[f"{_FLAG} {source} {error}"], unread=every)
     return _read(document, str(source), is_planned=is_planned)
 
 
@@ -125,14 +121,10 @@ def _setting(path: str, value: Any, document: Document, name: str) -> ForeignSet
         source=f"{path} {shown(value)}",
         where=f"{name}: ",
         fields=key.fields,
-        translate=partial(_translate, key, path, value, document),
+        translate=lambda run: key.translate(Value(path, value, run, document)),
         is_idle=key.is_idle,
         is_last=key.is_last,
     )
-
-
-def _translate(key: Foreign, path: str, value: Any, document: Document, run: Run) -> Translation:
-    return key.translate(Value(path, value, run, document))
 
 
 def _fp32(name: str) -> ForeignSetting:

@@ -44,14 +44,11 @@ class Schedule:
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of the next step."""
-        return [self.rate(self._engine.global_steps + 1)]
+        step, config = self._engine.global_steps + 1, self._engine.pipeline.config.optimizer
+        return [learning_rate(step, config, train_iters=LARGEST_INT)]
 
     def get_lr(self) -> list[float]:
         return self.get_last_lr()
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, from 1."""
-        return learning_rate(step, self._engine.pipeline.config.optimizer, train_iters=LARGEST_INT)
 
     def step(self) -> None:
         """Not for programs. Raises UserError always."""

@@ -204,7 +204,7 @@ def read_rows(tables: Mapping[str, Any], functions: Mapping[str, Any]) -> dict[s
     readers: Mapping[str, Callable[[Row], Foreign]] = {
         "is": _same,
         "computed": lambda row: _computed(row, functions),
-        "checked": _checked,
+        "checked": lambda row: _same({**row, "ours": "", "in_words": row["becomes"]}),
         "at": _at_values,
     }
     found: dict[str, Foreign] = {}
@@ -257,7 +257,7 @@ def _settings(text: str) -> Translation:
 
 def _same(row: Row) -> Foreign:
     becomes, types = _settings(row["ours"]), row.get("of", "").split()
-    has_value = "N" in (*becomes.values.values(), *becomes.implied.values())
+    has_value = not row["ours"] or "N" in (*becomes.values.values(), *becomes.implied.values())
 
     def translate(value: Value) -> Translation:
         if types and str(value.other("optimizer.type")).lower() not in row["of"].lower().split():
@@ -329,14 +329,6 @@ def _computed(row: Row, functions: Mapping[str, Any]) -> Foreign:
         translate=functions[f"_{row['by']}"],
         is_last=row.get("last", False),
     )
-
-
-def _checked(row: Row) -> Foreign:
-    def translate(value: Value) -> Translation:
-        _read(value, row)
-        return Translation()
-
-    return Foreign(becomes=row["becomes"], translate=translate)
 
 
 def _off(why: str) -> Callable[[Value], Translation]:

@@ -190,10 +190,6 @@ class BertConfig(Config):
             f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. It replaces the "
             "defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. Default: no preset."
         ),
-        "dp": (
-            "Data-parallel degree: model replicas that share the batch. Default: the number of processes divided "
-            "by --tp x --cp x --pp."
-        ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
             "How the model encodes positions. learned: a table, with --bert-style classic. rope: rotated queries "

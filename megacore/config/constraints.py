@@ -304,7 +304,7 @@ EXPERT_RULES: Sequence[Rule] = (
     AtMost(
         "moe_first_dense_layers",
         "num_layers",
-        below=True,
+        strict=True,
         least=0,
         use=("leave --num-experts and --moe-first-dense-layers out",),
         when=("num_experts",),
@@ -524,7 +524,7 @@ DURATION_RULES: Sequence[Rule] = (
     AtMost(
         "save_interval",
         "train_iters",
-        below=True,
+        strict=True,
         why=" with --on-spike rollback, because there would be no checkpoint to return to",
         use=("larger",),
         when=("on_spike=rollback", "load=None"),

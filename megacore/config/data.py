@@ -37,30 +37,20 @@ def _notations(c: Settings) -> Iterator[str]:
             yield str(error)
 
 
-def _sets(c: Settings) -> Iterator[str]:
-    yield from valid_set_problems(c.valid_sets)
-
-
-def _separate_data(c: Settings) -> Iterator[str]:
-    """That --train-data-path is all the training data."""
-    if c.train_data_path and (c.data_path or c.mock_data):
-        other = "--data-path" if c.data_path else "--mock-data"
-        yield f"--train-data-path and {other} exclude each other: leave one of them out"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
 
     rules: ClassVar[Sequence[Rule]] = (
         _notations,
-        _separate_data,
+        Excludes("train_data_path data_path", "--train-data-path and --data-path exclude each other"),
+        Excludes("train_data_path mock_data data_path=()", "--train-data-path and --mock-data exclude each other"),
         Excludes(
             "valid_data_path train_data_path=()",
             "--valid-data-path needs --train-data-path",
             "use both, or --data-path with --split",
         ),
-        _sets,
+        lambda c: valid_set_problems(c.valid_sets),
         Excludes("valid_sets mock_data", "{0} has no effect with {1}"),
         Excludes("mock_data data_path"),
         Excludes(

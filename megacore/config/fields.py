@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -33,6 +33,7 @@ _FEW = 8  # values of a range that are all named, at most
 _LARGEST_FLOAT = sys.float_info.max
 
 R = TypeVar("R", bound="Section")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,12 @@ class FieldInfo:
         return self.default is dataclasses.MISSING
 
 
-@functools.cache  # evaluating annotations takes milliseconds
+def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
+    """functools.cache, for which mypy takes no class for hashable."""
+    return functools.cache(function)
+
+
+@_cached  # evaluating annotations takes milliseconds
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
     declared = get_type_hints(_declaring_class(section), include_extras=True)
@@ -162,7 +168,7 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defau
     )
 
 
-@functools.cache  # parsing the source takes milliseconds
+@_cached  # parsing the source takes milliseconds
 def field_docs(section: type) -> Mapping[str, str]:
     """The help text of each field: the string under it in the source, which Python itself does not keep."""
     try:

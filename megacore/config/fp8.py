@@ -30,31 +30,26 @@ def _numbers(text: str) -> list[int]:
 
 
 def _skipped(c: Settings) -> Iterator[str]:
-    config: Config = c.config
     c.read("fp8_skip", "num_layers")
-    text, layers = config.precision.fp8_skip, config.model.num_layers
+    text, layers = c.fp8_skip or "", c.num_layers
+    given = f"--fp8 skip={text}"
     try:
-        outside = [number for number in _numbers(text or "") if not -layers <= number < layers]
+        skipped = _numbers(text)
     except ValueError:
-        yield Problem(
-            f"--fp8 skip={text} must be numbers of blocks with commas between them",
-            Change("use --fp8 skip=0 for the first block", {"fp8_skip": "0"}),
-            c.without("fp8_skip"),
-        )
+        first = Change("use --fp8 skip=0 for the first block", {"fp8_skip": "0"})
+        yield Problem(f"{given} must be numbers of blocks with commas between them", first, c.without("fp8_skip"))
         return
+    outside = [number for number in skipped if not -layers <= number < layers]
     if outside:
-        kept = ",".join(str(number) for number in _numbers(text or "") if number not in outside)
+        kept = ",".join(str(number) for number in skipped if number not in outside)
         yield Problem(
-            f"--fp8 skip={text}: of --num-layers {layers} the blocks are 0 to {layers - 1}, or -{layers} to -1 from "
-            f"the end, and {', '.join(map(str, outside))} is none",
+            f"{given}: of --num-layers {layers} the blocks are 0 to {layers - 1}, or -{layers} to -1 from the end, and "
+            f"{', '.join(map(str, outside))} is none",
             Change(f"use --fp8 skip={kept}", {"fp8_skip": kept}) if kept else None,
             c.without("fp8_skip"),
         )
-    elif len({number % layers for number in _numbers(text or "")}) == layers:
-        yield Problem(
-            f"--fp8 skip={text} leaves none of --num-layers {layers} in fp8",
-            c.without("fp8_skip"),
-        )
+    elif len({number % layers for number in skipped}) == layers:
+        yield Problem(f"{given} leaves none of --num-layers {layers} in fp8", c.without("fp8_skip"))
 
 
 def _widths(c: Settings) -> Iterator[str]:

@@ -54,7 +54,7 @@ class OptimizerConfig(Section):
         AtMost("lr_warmup_init", "decoupled_lr", when=("lr_range_test=False",)),
         AtMost("lr_range_test_start", "decoupled_lr", when=("lr_range_test",)),
         AtMost("lr_warmup_init", "lr"),
-        AtMost("lr_range_test_start", "lr", below=True, why=", the last rate of the test", when=("lr_range_test",)),
+        AtMost("lr_range_test_start", "lr", strict=True, why=", the last rate of the test", when=("lr_range_test",)),
         Excludes("lr_warmup_style lr_decay_style=1cycle", "{0} has no effect with {1}", OUT),
         Excludes(
             "lr_decay_style=cosine-restarts lr_restart_iters=None",
@@ -142,11 +142,6 @@ class OptimizerConfig(Section):
     """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
     clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
     """Steps that give --clip-grad-adaptive its first mean and variance, and in which only --clip-grad clips."""
-
-    @property
-    def final_decay_iters(self) -> int:
-        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
-        return self.lr_wsd_decay_iters or 0
 
     @property
     def first_cycle_lr(self) -> float:

@@ -8,7 +8,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import LARGEST_INT, Flag, Section
@@ -16,24 +16,15 @@ from megacore.config.messages import divisors, multiples
 from megacore.config.numbers import parse_int
 from megacore.config.problem import Change, Problem
 from megacore.config.rules import Rule, Settings
+from megacore.config.spelling import flag_and_value
 
 
-@dataclass(frozen=True)
-class Ramp:
+class Ramp(NamedTuple):
     """The numbers of --rampup-batch-size."""
 
     start: int  # the first global batch size
     increment: int  # by which it grows
     samples: int  # over which it grows to --global-batch-size
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return str(self.start), str(self.increment), str(self.samples)
-
-    @property
-    def flag(self) -> str:
-        """The flag with its value."""
-        return f"--rampup-batch-size {' '.join(self.words)}"
 
 
 def _notation(c: Settings) -> Iterator[str]:
@@ -120,12 +111,14 @@ class BatchSizes:
 
 def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterator[str]:
     """What is wrong with a ramp beside --global-batch-size and the samples of a microbatch on all replicas."""
-    given = ramp.flag
+    given = flag_and_value("rampup_batch_size", ramp)
     if full is None:
         yield f"{given} needs the batch size that it grows to: use --global-batch-size"
         return
     nearest = _nearest(ramp, full, max(replica_samples, 1))
-    way = None if nearest is None else Change(nearest.flag, {"rampup_batch_size": nearest.words})
+    way = None
+    if nearest is not None:
+        way = Change(flag_and_value("rampup_batch_size", nearest), {"rampup_batch_size": tuple(map(str, nearest))})
     if ramp.start > full:
         yield Problem(f"{given} begins above --global-batch-size {full}", way)
     elif (full - ramp.start) % ramp.increment:

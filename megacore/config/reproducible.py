@@ -33,38 +33,31 @@ def _possible(config: Config) -> list[int]:
 
 def _indivisible(config: Config, count: int) -> Iterator[str]:
     """What cannot be divided into so many blocks, by its flag."""
-    model, length = config.model, config.data.seq_length
+    model, length, experts = config.model, config.data.seq_length, getattr(config, "experts", None)
     if count == 1:
         return
-    heads, inner = model.num_attention_heads, model.inner_size
+    heads, groups, inner = model.num_attention_heads, model.query_groups, model.inner_size
     if heads % count:
         yield f"--num-attention-heads {heads}"
-    shares = count % model.query_groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
-    if model.query_groups % count and not shares:
-        whole = " with --qk-layernorm all-heads" if model.qk_layernorm_all_heads else ""
-        yield f"--num-query-groups {model.query_groups}{whole}"
-    if inner % count:
-        yield f"--ffn-hidden-size {inner}"
-    elif length * inner // count % _ELEMENTS:
-        yield f"--seq-length x --ffn-hidden-size / {_ELEMENTS}, which is {length * inner / _ELEMENTS:g}"
-    if (heads + 2 * model.query_groups) * model.head_size % count:
-        yield f"the {(heads + 2 * model.query_groups) * model.head_size} rows of the projection of all heads"
+    shares = count % groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
+    if groups % count and not shares:
+        yield f"--num-query-groups {groups}{' with --qk-layernorm all-heads' if model.qk_layernorm_all_heads else ''}"
+    yield from _indivisible_width("--ffn-hidden-size", inner, length, count)
+    if (rows := (heads + 2 * groups) * model.head_size) % count:
+        yield f"the {rows} rows of the projection of all heads"
     if length < count:
         yield f"--seq-length {length}"
-    yield from _indivisible_experts(config, count)
+    if experts is not None and experts.num_experts is not None:
+        if (width := experts.moe_ffn_hidden_size or 0) % count:
+            yield f"--moe-ffn-hidden-size {width}"
+        yield from _indivisible_width("--moe-shared-expert-size", experts.moe_shared_expert_size or 0, length, count)
 
 
-def _indivisible_experts(config: Config, count: int) -> Iterator[str]:
-    experts, length = getattr(config, "experts", None), config.data.seq_length
-    if experts is None or experts.num_experts is None:
-        return
-    if (width := experts.moe_ffn_hidden_size) is not None and width % count:
-        yield f"--moe-ffn-hidden-size {width}"
-    shared = experts.moe_shared_expert_size
-    if shared is not None and shared % count:
-        yield f"--moe-shared-expert-size {shared}"
-    elif shared is not None and length * shared // count % _ELEMENTS:
-        yield f"--seq-length x --moe-shared-expert-size / {_ELEMENTS}, which is {length * shared / _ELEMENTS:g}"
+def _indivisible_width(name: str, width: int, length: int, count: int) -> Iterator[str]:
+    if width % count:
+        yield f"{name} {width}"
+    elif length * width // count % _ELEMENTS:
+        yield f"--seq-length x {name} / {_ELEMENTS}, which is {length * width / _ELEMENTS:g}"
 
 
 def _experts(c: Settings) -> Iterator[str]:

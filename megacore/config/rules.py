@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from megacore.config.messages import one_of
 from megacore.config.problem import Change, Problem, Values, Way, divisors_of, multiples_of, up_to
@@ -231,73 +231,70 @@ class AtMost:
 
     name: str  # of the field
     bound: str  # the other one
-    below: bool = False  # it is not equal either
+    strict: bool = False  # it is not equal either
     least: int = 1  # from which values of the field are tried
     why: str = ""  # follows the constraint
     # Ways out beside a smaller value: `more` of the bound, `larger` without naming a value, `out`, without the flag, or
     # others in words.
     use: Sequence[str] = ()
     when: Sequence[str] = ()
+    words: ClassVar[tuple[str, str]] = "at most", "below"
 
     def __call__(self, c: Settings) -> Iterator[str]:
         value, bound = getattr(c, self.name), getattr(c, self.bound)
-        if value is None or bound is None or value < bound or (value == bound and not self.below):
+        if value is None or bound is None or self._keeps(value, bound) or not c.hold(self.when):
             return
-        if not c.hold(self.when):
-            return
-        words = "below" if self.below else "at most"
-        said = f"{c.given(self.name)} must be {words} {_beside(c, self.name, self.bound)}{self.why}"
+        said = f"{c.given(self.name)} must be {self.words[self.strict]} {_beside(c, self.name, self.bound)}{self.why}"
+        yield Problem(said, *self._ways(c, value, bound))
+
+    def _keeps(self, value: float, bound: float) -> bool:
+        return value < bound or (value == bound and not self.strict)
+
+    def _ways(self, c: Settings, value: Any, bound: Any) -> Iterator[Way]:
         if isinstance(bound, float):
-            yield Problem(said, *self._rates(c, value, bound))
+            yield from self._rates(c, value, bound)
             return
         ways: dict[str, Way] = {
             "more": Values(name=self.bound, among=range(value, value + FURTHER), near=bound, bound="or more"),
             "larger": larger(self.bound, value),
             "out": c.without(self.name),
         }
-        less = up_to(self.name, value, bound - self.below, low=self.least)
-        yield Problem(said, less, *(ways.get(way) or Change(way) for way in self.use))
+        yield up_to(self.name, value, bound - self.strict, low=self.least)
+        yield from (ways.get(way) or Change(way) for way in self.use)
 
     def _rates(self, c: Settings, value: float, bound: float) -> Iterator[Way]:
         """Numbers with a fraction that keep the rule; what is just below a bound has no name."""
         least, most = c.default(self.name), c.default(self.bound)
-        if not self.below:
+        if not self.strict:
             yield Change(f"use {flag_and_value(self.name, bound)} or less", {self.name: bound})
         elif least is not None and least < bound:
             yield use(self.name, least)
-        if self.below and most is not None and most > value:
+        if self.strict and most is not None and most > value:
             yield use(self.bound, most)
         else:
             yield Change(f"a larger {flag(self.bound)}")
+
+
+class AtLeast(AtMost):
+    """The value of a field with a fraction is at least, or above, that of another one."""
+
+    words = "at least", "above"
+
+    def _keeps(self, value: float, bound: float) -> bool:
+        return value > bound or (value == bound and not self.strict)
+
+    def _ways(self, c: Settings, value: Any, bound: Any) -> Iterator[Way]:
+        default = c.default(self.name)
+        if not self.strict:
+            yield Change(f"use {flag_and_value(self.name, bound)} or more", {self.name: bound})
+        else:  # what is just above a bound has no name
+            yield use(self.name, default) if default > bound else Change("use a larger one")
 
 
 def _beside(c: Settings, name: str, other: str) -> str:
     """A field with its value, after one of the same flag without that flag."""
     owners = [OWNERS.get(one, ("",))[0] for one in (name, other)]
     return c.given(other).partition(" ")[2] if owners[0] and owners[0] == owners[1] else c.given(other)
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """The value of a field is at least, or above, that of another one; `when` terms hold. Both have a fraction. None is
-    within any bound."""
-
-    name: str
-    bound: str
-    above: bool = False
-    when: Sequence[str] = ()
-
-    def __call__(self, c: Settings) -> Iterator[str]:
-        value, bound, default = getattr(c, self.name), getattr(c, self.bound), c.default(self.name)
-        if value is None or value > bound or (value == bound and not self.above) or not c.hold(self.when):
-            return
-        said = (
-            f"{c.given(self.name)} must be {'above' if self.above else 'at least'} {_beside(c, self.name, self.bound)}"
-        )
-        if not self.above:
-            yield Problem(said, Change(f"use {flag_and_value(self.name, bound)} or more", {self.name: bound}))
-        else:  # what is just above a bound has no name
-            yield Problem(said, use(self.name, default) if default > bound else Change("use a larger one"))
 
 
 def larger(name: str, above: int) -> Change:

@@ -287,8 +287,7 @@ class ResolvedConfig(Config):
     @property
     def offloads(self) -> bool:
         """Whether something lies in host memory while ranks compute on accelerators."""
-        parallel = self.parallel
-        return parallel.offload_optimizer or parallel.offload_params or self.training.offload_activations
+        return bool(self.offload_flags)
 
     @property
     def offload_flags(self) -> list[str]:

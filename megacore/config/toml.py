@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
@@ -19,9 +19,10 @@ from megacore.config.flags import all_fields
 from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, nearest_name, one_of, shortened
 from megacore.config.schema import Config, section_of, sections_of
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, UserError
 from megacore.files import replace_bytes, unreadable
 
+T = TypeVar("T")
 _HEADER = """\
 # megacore {version}: the resolved configuration of a run. Give it back with --config, and override it with flags.
 # Values that followed from others are written out: change what depends on them too, or delete their lines.
@@ -58,16 +59,9 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
     """The values of a TOML file by field, and every problem in it."""
     given = Given(unread=set(all_fields(kind)))  # until the file is read, it may set any of them
     try:
-        if problem := unreadable(path):
-            given.problems.append(f"--config {path} {problem}: use an existing TOML file")
-            return given
-        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        given.problems.append(f"--config {path} cannot be read: {error.strerror}: use an existing TOML file")
-        return given
-    except (ValueError, RecursionError) as error:
-        given.problems.append(f"--config {path} is not valid TOML: {error}")
+        text, tables = read_settings(path, "TOML", _text_and_tables)
+    except UserError as error:
+        given.problems.append(f"--config {path} {error}")
         return given
     given.unread = set()
     tables_of: dict[str, str] = {}  # of each key that was read
@@ -86,6 +80,24 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
                     given.problems.append(f"{where(name, key)}: {key} is under [{other}] and under [{name}]: keep one")
                 _read_key(given, kind, partial(where, name, key), (name, key), value)
     return given
+
+
+def _text_and_tables(text: str) -> tuple[str, dict[str, Any]]:
+    text = text.replace("\r\n", "\n")
+    return text, tomllib.loads(text)
+
+
+def read_settings(path: str | Path, form: str, parse: Callable[[str], T]) -> T:
+    """What `parse` makes of the text of a file. Raises UserError with what is wrong with it, which follows its name."""
+    try:
+        if (problem := unreadable(path)) is None:
+            # Some editors begin a file with a byte-order mark.
+            return parse(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is not valid {form}: {error}") from error
+    raise UserError(f"{problem}: use an existing {form} file")
 
 
 def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: tuple[str, str], value: Any) -> None:

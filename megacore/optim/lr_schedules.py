@@ -35,7 +35,7 @@ def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> 
     if step >= end:
         return config.end_lr
     if config.lr_decay_style == "WSD":
-        begin = end - config.final_decay_iters
+        begin = end - (config.lr_wsd_decay_iters or 0)
         return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_wsd_decay_style, step, begin, end)
     if config.lr_decay_style == "cosine-restarts":
         remaining = _remaining("cosine", *_cycle(step, config))

@@ -32,7 +32,7 @@ from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.nodes import launcher_number
 from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
-from megacore.config.rampup import Ramp, RampupConfig
+from megacore.config.rampup import RampupConfig
 from megacore.config.spelling import flag, flag_and_value
 from megacore.config.toml import save_toml
 from megacore.config.validation import violations
@@ -195,7 +195,7 @@ def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[s
     if parallel.schedule == "interleaved":
         unit *= parallel.pp
     batch = small.training.global_batch_size
-    ramp = Ramp(unit, unit, 2 * unit).words if full.rampup.rampup_batch_size else ()
+    ramp = tuple(map(str, (unit, unit, 2 * unit))) if full.rampup.rampup_batch_size else ()
     data, vocabulary = small.data, small.model.vocab_size
     if not any(problem.startswith(_INPUTS) for problem in lacking) and not full.data.mock_data:
         data, vocabulary = replace(full.data, seq_length=data.seq_length), full.model.vocab_size
