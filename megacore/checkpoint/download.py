@@ -11,7 +11,7 @@ from pathlib import Path
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, verify
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest
-from megacore.config.average import EMA
+from megacore.config.optimizers import EMA
 from megacore.errors import CheckpointError
 from megacore.progress import Progress
 from megacore.remote import is_url, usable

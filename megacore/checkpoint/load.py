@@ -15,10 +15,9 @@ from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
-from megacore.config.average import EMA
 from megacore.config.fields import field_infos
 from megacore.config.messages import ranks_in_words
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.optimizers import EMA, OPTIMIZERS
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group

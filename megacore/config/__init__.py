@@ -5,18 +5,21 @@ section of the model, parallel.py that of parallelism. constraints.py says what 
 checks it, and cli.py turns a command line into a configuration.
 """
 
-from megacore.config.average import AverageConfig
 from megacore.config.checkpoint import CheckpointConfig, StartConfig
 from megacore.config.data import DataConfig
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.logging import LoggingConfig
 from megacore.config.lora import LoraConfig
-from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.mup import MupConfig
+from megacore.config.model import ModelConfig, MupConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
+    AverageConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
     OneBitAdamConfig,
     OneBitLambConfig,
     OptimizerSettings,
@@ -32,6 +35,7 @@ from megacore.config.watch import SpikeConfig, WatchConfig
 
 __all__ = [
     "SECTIONS",
+    "AdafactorConfig",
     "AdamConfig",
     "AdamWConfig",
     "AverageConfig",
@@ -39,9 +43,12 @@ __all__ = [
     "Config",
     "DataConfig",
     "ExpertsConfig",
+    "LambConfig",
+    "LionConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
+    "MuonConfig",
     "MupConfig",
     "OneBitAdamConfig",
     "OneBitLambConfig",

@@ -13,7 +13,7 @@ from megacore.config.flags import field_of_optimizer
 from megacore.config.fp8 import FP8_RULES
 from megacore.config.lora import LORA_RULES
 from megacore.config.messages import counted, divisors, number, one_of
-from megacore.config.mup import MUP_OPTIMIZERS
+from megacore.config.model import MUP_OPTIMIZERS
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, message, multiples_of, up_to

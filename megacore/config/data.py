@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -11,13 +13,14 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.numbers import parse_float
 from megacore.config.rules import OUT, Excludes, Needs, Rule, Settings
-from megacore.config.valid_sets import parse_valid_sets, valid_set_problems
 
 FILL_IN_FIELDS = (
     *("fim_rate", "fim_spm_rate", "fim_cut"),
     *("fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
 )
 """The fields of fill-in-the-middle."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_EXAMPLE = "--valid-sets wiki=data/wiki_text_document code=data/code_text_document"
 
 
 class SplitShares(NamedTuple):
@@ -37,6 +40,23 @@ def _notations(c: Settings) -> Iterator[str]:
             yield str(error)
 
 
+def _sets(c: Settings) -> Iterator[str]:
+    """What is wrong with the words of --valid-sets."""
+    for word in c.valid_sets:
+        name, equals, prefix = word.partition("=")
+        if not equals or not prefix.strip():
+            yield f"--valid-sets {word} is not NAME=PREFIX: use, for example, {_EXAMPLE}"
+        elif not _NAME.fullmatch(name):
+            yield (
+                f"--valid-sets {word}: the name {name!r} becomes part of a metric's name, and must be 1 to 64 letters, "
+                f"digits, '_', '.' or '-', the first a letter or digit: use, for example, {_EXAMPLE}"
+            )
+    names = Counter(word.partition("=")[0] for word in c.valid_sets if "=" in word)
+    for name, count in names.items():
+        if count > 1:
+            yield f"--valid-sets has the name {name} {count} times: give each set its own name"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
@@ -50,7 +70,7 @@ class DataConfig(Section):
             "--valid-data-path needs --train-data-path",
             "use both, or --data-path with --split",
         ),
-        lambda c: valid_set_problems(c.valid_sets),
+        _sets,
         Excludes("valid_sets mock_data", "{0} has no effect with {1}"),
         Excludes("mock_data data_path"),
         Excludes(
@@ -166,8 +186,9 @@ class DataConfig(Section):
         return dataclasses.replace(self, **{name: infos[name].default for name in FILL_IN_FIELDS})
 
     def named_valid_sets(self) -> dict[str, str]:
-        """The prefixes of --valid-sets by name."""
-        return parse_valid_sets(self.valid_sets)
+        """The prefixes of --valid-sets by name; words that are refused are left out."""
+        pairs = (word.partition("=") for word in self.valid_sets)
+        return {name: prefix for name, _, prefix in pairs if _NAME.fullmatch(name) and prefix.strip()}
 
     def prefixes(self, *, named: bool = True) -> tuple[str, ...]:
         """Every dataset of the run, each once. Raises ValueError as by `blend`."""

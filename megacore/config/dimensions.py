@@ -51,10 +51,10 @@ That is the stage's block of ranks that divide samples, tokens and matrices, see
 expert, ep ranks hold different experts, and edp ranks hold copies of them."""
 
 
-def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
+def ranks_of_role(role: str, parallel: Any) -> int:
     """The number of ranks in a group of a role, one of `ROLES`."""
     ranks, divided = 1, ROLES[role]
-    for dimension in dimensions:  # a search asks a million times, for which a generator is slow
+    for dimension in DIMENSIONS:  # a search asks a million times, for which a generator is slow
         if dimension.divides in divided:
             degree = dimension.degree
             ranks *= degree if isinstance(degree, int) else getattr(parallel, degree)
@@ -67,14 +67,14 @@ def shard_ranks(parallel: Any) -> int:
     return ranks_of_role("replicas", parallel) if given is None or parallel.zero_stage == 0 else given
 
 
-def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
+def size_of_role(role: str, degrees: Mapping[str, int]) -> int:
     """The same as `ranks_of_role`, from the ranks along each dimension by name."""
-    return math.prod(degrees[d.name] for d in dimensions if d.divides in ROLES[role])
+    return math.prod(degrees[d.name] for d in DIMENSIONS if d.divides in ROLES[role])
 
 
-def degree_fields(dimensions: Sequence[Dimension] = DIMENSIONS) -> tuple[str, ...]:
+def degree_fields() -> tuple[str, ...]:
     """The fields of `ParallelConfig` that hold degrees: innermost first, and last those that may be left open."""
-    ordered = sorted(dimensions, key=lambda d: (d.divides == "samples", -dimensions.index(d)))
+    ordered = sorted(DIMENSIONS, key=lambda d: (d.divides == "samples", -DIMENSIONS.index(d)))
     return tuple(dimension.degree for dimension in ordered if isinstance(dimension.degree, str))
 
 

@@ -1,6 +1,6 @@
-"""The model section: the shape of the transformer and what its layers are made of. The defaults are GPT-2; other
-families are a few changes (presets.toml). A flag without effect is refused: a rotary base with learned positions would
-be a mistake that costs weeks of training."""
+"""The model section, the shape of the transformer and what its layers are made of, and that of muP. The defaults are
+GPT-2; other families are a few changes (presets.toml). A flag without effect is refused: a rotary base with learned
+positions would be a mistake that costs weeks of training."""
 
 from __future__ import annotations
 
@@ -437,3 +437,36 @@ def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
     """Rows of a rank's local vocabulary table: enough for its share, rounded up to `multiple`."""
     share = -(-vocab_size // parts)
     return -(-share // multiple) * multiple
+
+
+# ---- muP -------------------------------------------------------------------------------------------------------------
+
+# The maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8). Hyperparameters that were tuned at
+# one width apply at any other: with the width, the initial values and learning rates of hidden matrices shrink, and so
+# do logits and attention scores. At the base width the model is the usual one.
+
+MUP_OPTIMIZERS = ("adamw", "adam", "lion")
+"""Those for whose learning rates it has rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig(Section):
+    """muP: hyperparameters that fit models of any width."""
+
+    mup_base_width: Annotated[int | None, Range(1)] = None
+    """Applies muP (docs/reference/optimizers.md): --lr, --init-method-std and --weight-decay are those of a model with
+    this --hidden-size. Default: no muP."""
+    mup_base_head_size: Annotated[int | None, Range(1)] = None
+    """Head size of the model of --mup-base-width, if it differs. Default: that of this model."""
+
+    def ratio(self, hidden_size: int) -> float:
+        """How many times as wide as the base a model is; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else hidden_size / self.mup_base_width
+
+    def multipliers(self, model: ModelConfig) -> dict[str, Any]:
+        """The fields of a model that follow its width."""
+        if self.mup_base_width is None:
+            return {}
+        base, size = self.mup_base_head_size, model.head_size
+        scores = {} if base in (None, size) else {"attention_multiplier": math.sqrt(base or size) / size}
+        return {"logits_divisor": self.ratio(model.hidden_size), **scores}

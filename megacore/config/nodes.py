@@ -29,21 +29,21 @@ def launcher_number(
     raise ConfigError([f"the environment's {name} is '{text}', not a number from {low}: start through torchrun"])
 
 
-def launched_processes(environment: Mapping[str, str] = os.environ) -> int:
+def launched_processes() -> int:
     """The number of processes that the launcher says it has started; 0 where it says none."""
-    return _number(environment, "WORLD_SIZE")
+    return _number("WORLD_SIZE")
 
 
-def has_several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
+def has_several_nodes() -> bool:
     """Whether the launcher says that the job has ranks on other nodes too."""
-    return launched_processes(environment) > _number(environment, "LOCAL_WORLD_SIZE") > 0
+    return launched_processes() > _number("LOCAL_WORLD_SIZE") > 0
 
 
-def torchrun_flags(*counts: int, environment: Mapping[str, str] = os.environ) -> str:
+def torchrun_flags(*counts: int) -> str:
     """The flags that start any of these numbers of processes: `--nnodes 4 --nproc-per-node 8`. On several nodes each
     keeps its number of processes. On one node, a job that fits there stays there."""
-    per_node = _number(environment, "LOCAL_WORLD_SIZE")
-    has_nodes = has_several_nodes(environment)
+    per_node = _number("LOCAL_WORLD_SIZE")
+    has_nodes = has_several_nodes()
     if not has_nodes and max(counts) <= max(per_node, _USUAL_PER_NODE):
         return f"--nproc-per-node {one_of(counts)}"
     # On one node the launcher's number says only what was tried, not what a node holds.
@@ -53,6 +53,6 @@ def torchrun_flags(*counts: int, environment: Mapping[str, str] = os.environ) ->
     return f"--nnodes N --nproc-per-node M with N x M = {one_of(counts)}"
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0

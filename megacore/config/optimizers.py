@@ -1,6 +1,6 @@
-"""The optimizers that a run can choose: the settings and the state of each. Settings are here, as sections, because
-flags are checked and memory is planned before torch is loaded. The step of an optimizer is a class in its own file
-(megacore/optim/adamw.py), which megacore/optim/optimizers.py lists."""
+"""The optimizers that a run can choose, and the average of its weights: the settings and the state of each. Settings
+are here, as sections, because flags are checked and memory is planned before torch is loaded. The step of an optimizer
+is a class in its own file (megacore/optim/adamw.py), which megacore/optim/optimizers.py lists."""
 
 from __future__ import annotations
 
@@ -329,3 +329,26 @@ OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
     "adafactor": AdafactorConfig,
 }
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""
+
+EMA = StateKind(name="ema", first="weights")
+"""The average, which is kept beside the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig(Section):
+    """An exponential moving average of the weights."""
+
+    ema_decay: Annotated[float | None, Range(above=0, below=1), Flag(example=0.999)] = None
+    """Keeps an exponential moving average of the weights, which each update changes to D x average + (1 - D) x weights
+    (docs/reference/optimizers.md). Default: none."""
+    eval_ema: bool = False
+    """Evaluates the average of --ema-decay instead of the weights."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        """What is kept beside the optimizer's state."""
+        return () if self.ema_decay is None else (EMA,)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return sum(kind.bytes_per_element for kind in self.state)

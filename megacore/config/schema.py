@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_type_hints
 
-from megacore.config.average import AverageConfig
 from megacore.config.checkpoint import CheckpointConfig, StartConfig
 from megacore.config.data import DataConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
@@ -20,14 +19,14 @@ from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos
 from megacore.config.logging import LoggingConfig
 from megacore.config.lora import LoraConfig
-from megacore.config.model import ModelConfig, ResolvedModel
-from megacore.config.mup import MupConfig
+from megacore.config.model import ModelConfig, MupConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
     OPTIMIZERS,
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
+    AverageConfig,
     LambConfig,
     LionConfig,
     MuonConfig,

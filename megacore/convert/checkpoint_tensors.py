@@ -24,9 +24,9 @@ from megacore.checkpoint.state import BUFFERS, MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config
-from megacore.config.average import EMA
 from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
+from megacore.config.optimizers import EMA
 from megacore.errors import CheckpointError
 from megacore.progress import Progress
 

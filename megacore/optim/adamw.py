@@ -64,9 +64,9 @@ class AdamW(AdamLike[AdamWConfig]):
         self._kept: KeptMoments | None = None  # None: fp32
 
     def attach(self, segments: Sequence[LocalSegment], mesh: Mesh, config: ResolvedConfig) -> None:
-        if self.settings.state_dtype == "bf16":
+        if self.settings.moments_dtype == "bf16":
             self._kept = RoundedMoments(segments, self.settings.state, self.state, seed=config.training.seed)
-        elif self.settings.state_dtype == "int8":
+        elif self.settings.moments_dtype == "int8":
             self._kept = BlockMoments(segments, self.settings.state, self.state, mesh=mesh)
 
     @property

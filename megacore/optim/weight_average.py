@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megacore.config.average import EMA
+from megacore.config.optimizers import EMA
 from megacore.optim.optimizer import Optimizer
 from megacore.zero.data_parallel import DataParallel
 

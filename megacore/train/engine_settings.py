@@ -27,12 +27,12 @@ from megacore.config import (
     TrainingConfig,
     WatchConfig,
     validate,
-    with_registered,
 )
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted, did_you_mean, one_of
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.schema import with_registered
 from megacore.errors import ConfigError
 from megacore.models.plain import Layer, describe_call, is_split, undivided
 from megacore.parallel.compiled import Backend
