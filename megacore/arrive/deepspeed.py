@@ -138,10 +138,6 @@ def _saved_inputs(value: Value) -> Translation:
     return Translation({"distribute_saved_activations" if divides else "offload_activations": True})
 
 
-def _interval(value: Value) -> Translation:
-    return Translation({"recompute": "full"} if whole(value) else {})
-
-
 def _buckets(value: Value) -> Translation:
     """A bucket of so many gradients; a flag may have them as 5e8."""
     if not value.is_flag:

@@ -12,11 +12,11 @@ trained in a pipeline too, by `train_batch`. docs/guides/any-model.md is the man
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from megacore.arrive.deepspeed_optimizer import EngineOptimizer, Schedule
 from megacore.arrive.deepspeed_settings import EngineSettings, check_parameters, engine_settings
 from megacore.config.fields import LARGEST_INT
 from megacore.config.nodes import launcher_number
 from megacore.errors import ConfigError, UserError
 from megacore.files import read_bounded, replace_bytes
 from megacore.models.plain import take_values_of_first_rank
+from megacore.optim.lr_schedules import learning_rate
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import build_mesh
 from megacore.remote import is_url
@@ -259,7 +259,7 @@ class Engine:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step, of gradient_accumulation_steps microbatches. `data_iter`: gives (inputs, targets) of each;
         None: the training data, again and again. Returns the mean loss over the global batch."""
-        batches = list(islice(self._data(data_iter), self._settings.accumulation))
+        batches = list(itertools.islice(self._data(data_iter), self._settings.accumulation))
         if len(batches) < self._settings.accumulation:
             raise UserError(
                 f"train_batch got {len(batches)} microbatches of {self._settings.accumulation}: data_iter has ended"
@@ -280,7 +280,7 @@ class Engine:
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss over gradient_accumulation_steps microbatches of every replica, in evaluation mode."""
-        batches = list(islice(data_iter, self._settings.accumulation))
+        batches = list(itertools.islice(data_iter, self._settings.accumulation))
         if not self._is_module:
             return torch.tensor(self.pipeline.evaluate(batches), dtype=torch.float64)
         was_training = self.module.training
@@ -448,6 +448,59 @@ class Engine:
             raise UserError(f"{method} is not for the layers of a pipeline: use train_batch and eval_batch")
 
 
+# ---- what `initialize` gives a program beside its engine, which does the work ----------------------------------------
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Stands for the engine's optimizer: its learning rate is that of the next step, and may be set."""
+
+    def __init__(self, engine: Engine, lr: float) -> None:
+        config = engine.pipeline.config.optimizer
+        parameters = [p for p in engine.pipeline.model.parameters.values() if p.requires_grad]
+        super().__init__(parameters, {"lr": lr, "weight_decay": config.weight_decay})
+        self._engine = engine
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Not for programs: engine.step() updates the weights. Raises UserError always."""
+        raise UserError("optimizer.step() is called: call engine.step(), which clips gradients and updates the weights")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: every step of the engine drops the gradients of the one before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: `engine.save_checkpoint` saves the state of the optimizer."""
+        return {}
+
+
+class Schedule:
+    """The schedule of the configuration, as programs look at it; `engine.step` moves it on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of the next step."""
+        step, config = self._engine.global_steps + 1, self._engine.pipeline.config.optimizer
+        return [learning_rate(step, config, train_iters=LARGEST_INT)]
+
+    def get_lr(self) -> list[float]:
+        return self.get_last_lr()
+
+    def step(self) -> None:
+        """Not for programs. Raises UserError always."""
+        raise UserError("scheduler.step() is called: leave it out, because engine.step() moves the schedule on")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the schedule is a function of the engine's step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+# ---- checks, data and files ------------------------------------------------------------------------------------------
+
+
 def _require_plain(settings: EngineSettings) -> None:
     parallel, problems = settings.parallel, list[str]()
     for name, value in (("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)):
@@ -467,22 +520,16 @@ def _same(model: nn.Module) -> nn.Module:
 
 
 def _again_and_again(loader: DataLoader[Any]) -> Iterator[Any]:
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         if isinstance(loader.sampler, DistributedSampler):
             # Else torch's sampler gives every epoch the same order.
             loader.sampler.set_epoch(epoch)
-        yield from _some(loader)
-        epoch += 1
-
-
-def _some(loader: Iterable[Any]) -> Iterator[Any]:
-    empty = True
-    for batch in loader:
-        empty = False
-        yield batch
-    if empty:
-        raise UserError("training_data has no batch for this replica: use a smaller micro batch, or more data")
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise UserError("training_data has no batch for this replica: use a smaller micro batch, or more data")
 
 
 def _local(directory: str | Path) -> Path:

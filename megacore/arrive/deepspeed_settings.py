@@ -18,7 +18,7 @@ from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, field_infos
 from megacore.config.given import Given
 from megacore.config.messages import one_of
-from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
+from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings, sections_read
 from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import world_size
@@ -97,12 +97,11 @@ def engine_settings(
                 "data-parallel ranks: change one of them"
             ]
         )
-    own = OPTIMIZERS[chosen.optimizer]
     return EngineSettings(
         parallel=parallel,
         precision=section(PrecisionConfig),
         optimizer=chosen,
-        optimizer_settings=[section(own), *(section(OPTIMIZERS[name]) for name in own.shares)],
+        optimizer_settings=[section(OPTIMIZERS[name]) for name in sections_read(chosen.optimizer)],
         logging=LoggingConfig(**{name: values[name] for name in _OF_LOGGING if name in values}),
         micro_batch_size=micro,
         accumulation=total // (micro * replicas),

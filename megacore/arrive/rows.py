@@ -257,7 +257,7 @@ def _settings(text: str) -> Translation:
 
 def _same(row: Row) -> Foreign:
     becomes, types = _settings(row["ours"]), row.get("of", "").split()
-    has_value = not row["ours"] or "N" in (*becomes.values.values(), *becomes.implied.values())
+    has_value = "reads" in row or "N" in (*becomes.values.values(), *becomes.implied.values())
 
     def translate(value: Value) -> Translation:
         if types and str(value.other("optimizer.type")).lower() not in row["of"].lower().split():

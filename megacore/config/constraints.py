@@ -14,7 +14,7 @@ from megacore.config.fp8 import FP8_RULES
 from megacore.config.lora import LORA_RULES
 from megacore.config.messages import counted, divisors, number, one_of
 from megacore.config.model import MUP_OPTIMIZERS
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, message, multiples_of, up_to
 from megacore.config.rampup import ramp_problems
@@ -584,8 +584,8 @@ def idle_optimizers(config: Config) -> list[str]:
     """The sections of optimizers that the chosen one does not read; none, where it is not known."""
     if config.optimizer.optimizer not in OPTIMIZERS:
         return []
-    read = (config.optimizer.optimizer, *config.optimizer_settings.shares)
-    return [name for name in OPTIMIZERS if name not in read and name in sections_of(type(config))]
+    read, sections = sections_read(config.optimizer.optimizer), sections_of(type(config))
+    return [name for name in OPTIMIZERS if name not in read and name in sections]
 
 
 def _idle_optimizers(c: Settings) -> Iterator[str]:

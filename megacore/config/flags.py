@@ -18,7 +18,7 @@ from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos
 from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, nearest_name, number, one_of
 from megacore.config.numbers import is_number, nearest_ints, parse_float, parse_int
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.optimizers import sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, section_of, sections_of
 from megacore.config.spelling import PARAMETERS, flag_and_value, negative, with_value
@@ -90,7 +90,7 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: s
 
 def field_of_optimizer(candidates: Sequence[str], optimizer: str, kind: type[Config] = Config) -> str:
     """Which of the fields of one parameter of --optimizer an optimizer reads; the first if it reads none."""
-    read = (optimizer, *(OPTIMIZERS[optimizer].shares if optimizer in OPTIMIZERS else ()))
+    read = sections_read(optimizer)
     return next((name for name in candidates if section_of(kind, name) in read), candidates[0])
 
 

@@ -330,6 +330,12 @@ OPTIMIZERS: dict[str, type[OptimizerSettings]] = {
 }
 """The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""
 
+
+def sections_read(optimizer: str) -> tuple[str, ...]:
+    """The sections of settings that an optimizer reads, its own first."""
+    return (optimizer, *OPTIMIZERS[optimizer].shares) if optimizer in OPTIMIZERS else (optimizer,)
+
+
 EMA = StateKind(name="ema", first="weights")
 """The average, which is kept beside the optimizer's state."""
 

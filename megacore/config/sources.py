@@ -17,7 +17,7 @@ from megacore.config.given import Given
 from megacore.config.messages import number
 from megacore.config.model import ModelConfig
 from megacore.config.optimizer import OptimizerConfig
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, ResolvedConfig, sections_of
 from megacore.config.spelling import flag_and_value
@@ -49,9 +49,8 @@ def built(kind: type[C], given: Mapping[str, Any], **defaults: Mapping[str, Any]
     # A value that nobody typed is left out where it has no effect: a rule would refuse it as if it were given.
     idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
     chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
-    read = {chosen, *(OPTIMIZERS[chosen].shares if chosen in OPTIMIZERS else ())}
-    for name, settings in OPTIMIZERS.items():
-        idle.update(field_infos(settings) if name not in read else ())
+    for name in OPTIMIZERS.keys() - sections_read(chosen):
+        idle |= field_infos(OPTIMIZERS[name]).keys()
     values = {**{k: v for k, v in below.items() if k not in idle}, **given}
     sections = {
         name: section(**{k: values.get(k) for k, info in field_infos(section).items() if k in values or info.required})
