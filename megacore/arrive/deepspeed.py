@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megacore.arrive.megatron import bucket_mib, nearest
-from megacore.arrive.rows import Foreign, Value, read_rows, read_tables, real, shown, switch, value_at, whole
+from megacore.arrive.rows import Foreign, Value, read_rows, read_tables, real, shown, switch, text, value_at, whole
 from megacore.arrive.translation import MissingField, Translation
 from megacore.config.data import DataConfig
 from megacore.config.fields import LARGEST_INT
@@ -216,7 +216,7 @@ def _events(value: Value) -> Translation:
 
 
 def _project(value: Value) -> Translation:
-    return Translation({"wandb_project": value.other("wandb.project", "deepspeed")} if switch(value) else {})
+    return Translation({"wandb_project": text(value.key("wandb.project", "deepspeed"))} if switch(value) else {})
 
 
 def _profile(value: Value) -> Translation:

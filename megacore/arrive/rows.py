@@ -157,7 +157,8 @@ def switch(value: Value) -> bool:
     return value.value
 
 
-def _text(value: Value) -> str:
+def text(value: Value) -> str:
+    """A value of a file that is a text with letters; else ValueError."""
     if not isinstance(value.value, str) or not value.value.strip():
         raise ValueError(f"{value} is not a text: leave it out, or use a name")
     return value.value
@@ -167,7 +168,7 @@ _READERS: Mapping[str, Callable[[Value], Any]] = {
     "real": real,
     "switch": switch,
     "off": lambda value: not switch(value),
-    "text": _text,
+    "text": text,
     "anything": lambda value: value.value,
 }
 
