@@ -111,6 +111,7 @@ class _Known(OtherTrainers):
             translate_settings(flags, {**of_file, **flags.values}, config, world_size)
             config = build()
         megatron_script.leave_out_unread(flags, config)
+        megatron_script.note_order(flags, config)
 
     def translate_settings(self, given: Given, values: Mapping[str, Any], config: Config, world_size: int) -> None:
         translate_settings(given, values, config, world_size)

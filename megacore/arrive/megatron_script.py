@@ -9,6 +9,7 @@ from typing import Any
 
 from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, LAUNCHER
 from megacore.arrive.megatron import FOREIGN, TABLES
+from megacore.config.bert import BertConfig
 from megacore.config.checkpoint import AUTO
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import field_infos
@@ -102,6 +103,15 @@ def leave_out_unread(flags: Given, config: Config) -> None:
         _leave_out(flags, ("etp", *field_infos(ExpertsConfig)), "a model without experts")
     if config.optimizer.lr_warmup_iters == 0 and config.optimizer.lr_decay_style != "1cycle":
         _leave_out(flags, ["lr_warmup_init"], "without a warm-up")
+
+
+def note_order(flags: Given, config: Config) -> None:
+    """Adds a note to a script whose samples come in another order than in Megatron-LM."""
+    data = config.data
+    if not is_script(flags) or data.mock_data or isinstance(config, BertConfig) or "sample_order" in flags.values:
+        return
+    if (data.sample_order, data.packing) == ("megacore", "concat"):
+        flags.notes.append("samples come in megacore's order: add --sample-order megatron for that of Megatron-LM")
 
 
 def _leave_out(flags: Given, names: Iterable[str], why: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.given import Given
 from megacore.config.messages import did_you_mean, one_of
+from megacore.config.missing_files import missing_files
 from megacore.config.other_trainers import other_trainers
 from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
@@ -70,6 +72,7 @@ _DATA_FIELDS = {"mock_data", "data_path", "train_data_path", "valid_data_path", 
 # Sources of the batch and of --dp. With one of them the run that a search starts from has as many ranks as its given
 # degrees say: on all ranks of the search it would need a microbatch for each, and the given --dp would be too small.
 _BATCH_OR_REPLICAS = {"global_batch_size", "dp", "config"}
+_UNNEEDED = ("--data-path", "--valid-sets", "--tokenizer", "--load", "--pretrained-checkpoint")  # files of a run
 _NEEDS = {"--goodput": "--tokens", "--price-per-hour": "--tokens", "--top": "--search", "--fit-out": "--fit"}
 _WITHOUT_EFFECT = {
     "--operators": (
@@ -372,9 +375,10 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> tuple[ResolvedConf
             lambda resolved: require_possible_limits(resolved, cluster, args),
             lambda resolved: _require_full_dry_run(resolved, cluster, args),
             lambda resolved: require_operators(resolved, cluster) if args.operators else None,
-            lambda _: _print_notes(cluster),  # on the first rank of each machine, as all checks
+            lambda resolved: _print_notes(resolved, cluster),  # on the first rank of each machine, as all checks
         ],
         planned=True,
+        files_elsewhere=True,
         may_be_launched=args.is_dry_run,
         searched=searched(args),
         computes_on_cpu=None if cluster is None else lambda _: cluster.on_cpu,
@@ -402,8 +406,14 @@ def _shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _vocabulary_size(config: Config) -> int:
     """As `vocabulary_size` of the data has it."""
-    if config.data.tokenizer is None and config.model.vocab_size:
-        return config.model.vocab_size
+    tokenizer, size = config.data.tokenizer, config.model.vocab_size
+    is_here = tokenizer is not None and os.path.exists(tokenizer)
+    if size and not is_here:
+        return size
+    if tokenizer is not None and not is_here:
+        raise ConfigError(
+            [f"--tokenizer {tokenizer} is not on this machine: add --vocab-size N, all that a plan needs"]
+        )
     from megacore.data.gpt.build import vocabulary_size
 
     return vocabulary_size(config)
@@ -538,8 +548,11 @@ def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     return replace(config, precision=config.precision.for_device(bf16=bf16))
 
 
-def _print_notes(cluster: Cluster | None) -> None:
-    for note in cluster.notes if cluster else ():
+def _print_notes(config: ResolvedConfig, cluster: Cluster | None) -> None:
+    missing = missing_files(config) if config.model.vocab_size else []  # 0: it is not known, and the plan is refused
+    lacking = (problem.partition(": use")[0] for problem in missing if problem.startswith(_UNNEEDED))
+    notes = [f"{problem}; a plan does not need it" for problem in lacking]
+    for note in (*notes, *(cluster.notes if cluster else ())):
         print(f"megacore: note: {note}", file=sys.stderr)
 
 

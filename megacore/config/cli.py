@@ -25,7 +25,7 @@ from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flag
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
-from megacore.config.missing_files import missing_files
+from megacore.config.missing_files import NEEDED_BY_PLANS, missing_files
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
@@ -93,7 +93,7 @@ def parse_config(
             and the launcher ends the others, which wait at the rendezvous. They run even if `vocabulary` or another
             check fails, so that all problems are reported together; the vocabulary is then `UNKNOWN_VOCAB_SIZE`.
         planned: the run has as many processes as its degrees say, whatever the launcher states.
-        files_elsewhere: input files that this machine lacks are no problem.
+        files_elsewhere: files that this machine lacks are no problem, but for those that a plan needs too.
         world_size: processes of a planned run, where given.
         may_be_launched: without `world_size`, a planned run has its launcher's processes, if its degrees allow it.
         searched: what a search chooses: flags that need other values of that are not refused, and the run gets
@@ -132,7 +132,8 @@ def parse_config(
         config, process = validation.config, replace(process, world_size=validation.world_size)
         found += map(sources.naming_defaults, validation.messages())
     # The first rank of a machine looks at its disk for all of them.
-    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 and not files_elsewhere else []
+    on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
+    on_disk = [problem for problem in on_disk if not files_elsewhere or problem.startswith(NEEDED_BY_PLANS)]
     here = [*process.problems, *_unknown_address(process), *file.problems, *on_disk, *sources.problems]  # this machine
     is_valid = not (found or here)
     here += problems

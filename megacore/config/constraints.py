@@ -69,10 +69,13 @@ def _shards(c: Settings) -> Iterator[str]:
     size, replicas = c.zero_shard_size, size_of_role("replicas", fill_degrees(c, c.world_size))
     if size is not None and replicas % size:
         possible = [count for count in divisors(replicas, most=None) if count > 1] if replicas else []
+        is_open = getattr(c, degree_fields()[-1]) is None
+        replicated = 2 * size // math.gcd(size, c.cp)
         yield Problem(
             f"--zero-shard-size {size} must divide the number of --dp x --cp ranks, {replicas}",
             Values(name="zero_shard_size", among=possible, near=size, bare=True),
             None if possible else c.without("zero_shard_size"),
+            Change(f"give --dp, as in --dp {replicated} of a plan") if is_open and replicas == c.cp else None,
             about=degree_fields(),
         )
 

@@ -31,6 +31,9 @@ _OUTPUT_FILES = (
 # step_00000100.2.tmp-0123abcd/momentum_buffer-pp100-tp100-dp100.safetensors.
 _ROOM_FOR_FILES = 100
 
+NEEDED_BY_PLANS = ("--init-from-hf", "--schedule-csv")
+"""Flags of files that say what the model or the schedule is: a plan, and a cut run, need them too."""
+
 
 def missing_files(config: Config, world_size: int = 1) -> list[str]:
     """Names the input files that do not exist on this machine, and an output directory that cannot be written."""

@@ -117,8 +117,6 @@ def cut(words: Sequence[str], entry: str, most: int, allow: str = f"{REHEARSAL}=
         world_size=launcher_number("WORLD_SIZE", low=1) if os.environ.get("WORLD_SIZE") else None,
     )
     lacking = tuple(problem for problem in missing_files(full) if not problem.startswith("--output-dir"))
-    if needed := [problem for problem in lacking if problem.startswith(("--init-from-hf", "--schedule-csv"))]:
-        raise ConfigError(needed)
     found = _valid_cut(full, most, lacking)
     if isinstance(found, Rehearsal):
         return found
