@@ -27,7 +27,7 @@ from megacore.config.spelling import flag
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED
 from megacore.survive.copies import NodeMemory
 from megacore.survive.layouts import layout_for
-from megacore.survive.meeting import BEAT_SECONDS, Meeting, Plan
+from megacore.survive.meeting import BEAT_SECONDS, Meeting, Plan, Presence
 from megacore.train.peers import HANDLED
 from megacore.train.stopping import prepare_signals
 
@@ -99,6 +99,7 @@ class Keeper:
         self._meeting = Meeting()
         self._child: Child | None = None
         self._signal = 0  # that asks the run to end
+        self._known: dict[int, Presence] = {}  # the keepers as they came last
 
     def run(self) -> int:
         """Keep the run until it ends; its exit status."""
@@ -149,7 +150,7 @@ class Keeper:
         """The plan of a generation, which the lowest of those that are there makes when nobody else is to come; None: a
         signal asks the run to end."""
         meeting = self._meeting
-        known, begun = meeting.present(generation - 1) if generation else {}, time.monotonic()
+        begun = time.monotonic()
         meeting.enter(generation)
         while True:
             if self._signal:
@@ -157,11 +158,12 @@ class Keeper:
             if (plan := meeting.plan(generation)) is not None:
                 return plan
             present = meeting.present(generation)
+            self._known |= present
             others = [rank for rank in range(meeting.size) if rank != meeting.rank]
             # At the start all are waited for: to load torch takes one longer than another.
             patience = 0.0 if generation else 60 * self._config.parallel.distributed_timeout_minutes
             waits = time.monotonic() - begun < patience
-            lost = [] if waits else meeting.lost(others, {**known, **present})
+            lost = [] if waits else meeting.lost(others, self._known)
             here = sorted(set(present) - set(lost))
             if len(here) + len(lost) >= meeting.size and here[0] == meeting.rank:
                 meeting.propose(generation, self._planned(generation, here))
@@ -223,7 +225,8 @@ class Keeper:
     def _lived(self, generation: int, plan: Plan) -> int | None:
         """Let a child train, if the plan has one here, until the generation is over; the exit status of the run, if it
         is over too."""
-        meeting, known, child = self._meeting, self._meeting.present(generation), None
+        meeting, child = self._meeting, None
+        self._known |= meeting.present(generation)
         if meeting.rank in plan.members:
             child = self._child = Child(self._started(plan, generation))
             self.memory.note(child.pid)
@@ -254,7 +257,7 @@ class Keeper:
                 looked = now
                 if now - begun > _SECONDS_OF_REST and child is None and _rests(meeting.rank, plan.blamed):
                     meeting.end(generation, f"rank {meeting.rank} is back")
-                if lost := meeting.lost(watched, known):
+                if lost := meeting.lost(watched, self._known):
                     meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost")
             if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
                 meeting.finish(generation, child.status or 0)  # it was no echo, and would come again
