@@ -65,6 +65,11 @@ def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     initials = "".join(word[:1] for word in re.split(r"[-_]", wanted))
     if not misspelled and initials in bare and len(initials) >= 2:
         return bare[initials]
+    words = set(re.split(r"[-_]", wanted))
+    # All of a candidate's words and one more: `schedule` for `pipeline-schedule`.
+    whole = [name for name in bare if len(words - (part := set(re.split(r"[-_]", name)))) == 1 and part < words]
+    if whole:
+        return bare[max(whole, key=lambda name: (len(name), name))]
     similar = misspelled or bare
     scores = {name: (_similarity(wanted, name) + _shared_words(wanted, name)) / 2 for name in similar}
     nearest = max(scores, key=lambda candidate: (scores[candidate], candidate), default="")
