@@ -179,9 +179,9 @@ def torchs_muon(weights: Weights, gradients: list[Weights]) -> None:
         weights[name].copy_(weight)
 
 
-def torchs_adafactor(eps1: float) -> Reference:
+def torchs_adafactor(eps1: float, eps2: float = 1e-2) -> Reference:
     """The embedding is not factored, as if it were a vector, and decays all the same."""
-    options: dict[str, Any] = {"beta2_decay": -0.7, "eps": (eps1, 1e-2), "d": 1.0}
+    options: dict[str, Any] = {"beta2_decay": -0.7, "eps": (eps1, eps2), "d": 1.0}
 
     def reference(weights: Weights, gradients: list[Weights]) -> None:
         name = "embedding.tokens.weight"
@@ -200,6 +200,7 @@ ADAMW = torchs(torch.optim.AdamW, betas=(0.8, 0.95), eps=1e-6)
 SGD: dict[str, Any] = {"sgd_momentum": 0.8}
 HEADS: dict[str, Any] = {"muon_momentum": 0.9, "muon_nesterov": False, "muon_split_qkv": "heads"}
 FACTORED: dict[str, Any] = {"adafactor_beta2_decay": -0.7, "adafactor_eps2": 1e-2}
+FLOORS = {"adafactor_eps1": 0.9, "adafactor_eps2": 2.0}  # above the means of squares, and above the weights
 MUON: dict[str, Any] = {"muon_momentum": 0.9, "muon_ns_dtype": "bf16", "muon_scale_mode": "shape_scaling"}
 CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "adamw": (ADAM, ADAMW),
@@ -213,7 +214,7 @@ CASES: dict[str, tuple[OptimizerSettings, Reference]] = {
     "muon-rms": (config.MuonConfig(**HEADS, muon_scale_mode="unit_rms_norm"), muon(operator.truediv)),
     "muon-torch": (config.MuonConfig(**MUON, muon_extra_scale_factor=1.0, muon_split_qkv="none"), torchs_muon),
     "adafactor": (config.AdafactorConfig(**FACTORED), torchs_adafactor(1e-7)),
-    "adafactor-floor": (config.AdafactorConfig(**FACTORED, adafactor_eps1=0.9), torchs_adafactor(0.9)),
+    "adafactor-floor": (config.AdafactorConfig(**FACTORED | FLOORS), torchs_adafactor(0.9, 2.0)),
     "lion": (config.LionConfig(lion_beta1=0.8, lion_beta2=0.95), lion),
 }
 
