@@ -277,6 +277,7 @@ def test_decay_by_hand(style: str, step: int, expected: float) -> None:
 def test_rates_of_the_first_steps() -> None:
     assert rate(4, lr_decay_style="inverse-square-root") == pytest.approx(0.05), "no warm-up is as long as one step"
     assert rate(10, lr_warmup_style="log", lr_warmup_iters=100) == pytest.approx(0.05)
+    assert rate(1, lr_warmup_style="log", lr_warmup_iters=100) == 0.0
 
 
 EXPONENTIAL, ROOT = 0.01 + 0.09 * (2 / math.sqrt(2) - 1), 0.01 + 0.09 * (1 - math.sqrt(0.5))
