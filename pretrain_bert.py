@@ -54,8 +54,11 @@ def main(argv: list[str]) -> int:
         checks=[check_bert_inputs, check_load, check_schedule, check_memory, survival().check],
         computes_on_cpu=computes_on_cpu,
     )
-    if (status := survival().keep(config, argv, main)) is not None:
-        return status
+    status = survival().keep(config, _launched)
+    return _launched(config) if status is None else status
+
+
+def _launched(config: ResolvedBertConfig) -> int:
     watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")

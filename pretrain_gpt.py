@@ -52,14 +52,18 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = read_config(argv, prog=prog)
-    if (status := survival().keep(config, argv, partial(main, program=program, prog=prog))) is not None:
-        return status
+    launched = partial(_launched, program=program or train)
+    status = survival().keep(config, launched)
+    return launched(config) if status is None else status
+
+
+def _launched(config: ResolvedConfig, *, program: Program) -> int:
     watchdog().begin(config)
     set_torch_defaults()
     announce_stage("loading torch")
     from megacore.train.launch import launch
 
-    return launch(config, program or train)
+    return launch(config, program)
 
 
 def run(program: Program | None = None) -> NoReturn:

@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,12 @@ class NodeMemory:
         if not _is_kept(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def newest(self) -> tuple[Whole | None, list[str]]:
-        """The newest step that is whole, with its manifest written, or None; and what is wrong with newer ones."""
+    def newest(self, beat: Callable[[], None] = lambda: None) -> tuple[Whole | None, list[str]]:
+        """The newest step that is whole, with its manifest written, or None; and what is wrong with newer ones. `beat`:
+        called now and then meanwhile."""
         problems = []
         for step, directory, records in sorted(self._candidates(), key=lambda found: found[:2], reverse=True):
-            if problem := _problem(step, directory, records):
+            if problem := _problem(step, directory, records, beat):
                 problems.append(problem)
                 continue
             replace_bytes(directory / MANIFEST_NAME, _manifest(records).encode(), durable=False)
@@ -112,11 +113,12 @@ def keepers() -> Iterator[tuple[int, dict[str, Any]]]:
             yield int(path.stem.rpartition("-")[2]), json.loads(path.read_bytes())
 
 
-def remove_older(directory: Path, generation: int) -> None:
-    """Remove what generations before this one have left in a node's memory: this one has a whole step by now."""
-    for path in directory.glob("g*"):
-        if (found := _GENERATION.fullmatch(path.name)) and int(found[1]) < generation:
-            shutil.rmtree(path, ignore_errors=True)
+def remove_older(directory: Path, generation: int, *, kept: str | None = None) -> None:
+    """Remove what generations before this one have left in a node's memory, but for the slot `kept`."""
+    for slot in directory.glob("g*/slot-*"):
+        is_older = (found := _GENERATION.fullmatch(slot.parent.name)) and int(found[1]) < generation
+        if is_older and str(slot) != kept:
+            shutil.rmtree(slot, ignore_errors=True)
 
 
 def _is_kept(directory: Path) -> bool:
@@ -133,14 +135,18 @@ def _is_kept(directory: Path) -> bool:
     return False
 
 
-def _problem(step: int, directory: Path, records: list[dict[str, Any]]) -> str | None:
+def _problem(step: int, directory: Path, records: list[dict[str, Any]], beat: Callable[[], None]) -> str | None:
     """Why a slot is no whole step; None where it is one."""
     if len(records) < (ranks := records[0]["ranks"]):
         return f"step {step} is there of {len(records)} of {ranks} ranks"
     entries = {name: FileEntry(**entry) for record in records for name, entry in record["files"].items()}
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
-            list(threads.map(lambda name: verify(directory / name, entries[name]), entries))
+            looks = [threads.submit(verify, directory / name, entry) for name, entry in entries.items()]
+            while wait(looks, timeout=0.5).not_done:
+                beat()
+            for look in looks:
+                look.result()
     except CheckpointError as error:
         return f"step {step}: {error}"
     return None

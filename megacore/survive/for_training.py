@@ -7,20 +7,18 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacore.checkpoint.directory import published
 from megacore.config import ResolvedConfig
-from megacore.config.checkpoint import AUTO
 from megacore.config.nodes import has_several_nodes
 from megacore.errors import ConfigError
-from megacore.remote import location
+from megacore.survive.copies import remove_older
 from megacore.train.starting import set_torch_defaults
 from megacore.train.survival import Survival
 
 if TYPE_CHECKING:
+    from megacore.survive.keeper import Keeper
     from megacore.survive.meeting import Plan
     from megacore.train.callbacks import Callback
     from megacore.train.trainer import Trainer
@@ -30,9 +28,10 @@ C = TypeVar("C", bound=ResolvedConfig)
 
 class _Survival(Survival):
     def __init__(self) -> None:
-        # Of a child: what it is to do, in which generation, and where the memory of its node is.
+        # Of a child: what it is to do, in which generation, and what has started it.
         self._plan: Plan | None = None
-        self._generation, self._memory = 0, Path()
+        self._generation = 0
+        self._keeper: Keeper | None = None
 
     def check(self, config: ResolvedConfig) -> None:
         if not config.watch.survive:
@@ -45,8 +44,8 @@ class _Survival(Survival):
         if problems:
             raise ConfigError(problems)
 
-    def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
-        if not config.watch.survive or self._plan is not None:
+    def keep(self, config: C, train: Callable[[C], int]) -> int | None:
+        if not config.watch.survive:
             return None
         begun = time.monotonic()
         set_torch_defaults()
@@ -55,37 +54,34 @@ class _Survival(Survival):
         keeper_module = importlib.import_module("megacore.survive.keeper")
 
         def trained(plan: Plan, generation: int) -> int:
-            self._plan, self._generation, self._memory = plan, generation, keeper.memory.path
-            flags = [*argv, *plan.flags]
+            self._plan, self._generation, self._keeper = plan, generation, keeper
+            values: dict[str, Any] = dict(plan.degrees)
             if (minutes := config.checkpoint.exit_duration_minutes) is not None:
                 left = max(minutes - (time.monotonic() - begun) / 60, 1e-3)  # of the time that the job has
-                flags += ["--exit-duration-minutes", f"{left:.3f}"]
-            return train(flags)
+                values["exit_duration_minutes"] = left
+            return train(config.with_values(values))
 
-        keeper = keeper_module.Keeper(config, trained)
+        keeper: Keeper = keeper_module.Keeper(config, trained)
         status: int = keeper.run()
         return status
 
     def continued(self, config: C) -> C:
-        if self._plan is None or not self._generation:
+        if self._plan is None or self._plan.load is None:
             return config
-        load = self._plan.load
-        if load is None:
-            if not published(location(config.checkpoint_dir)):
-                return config
-            load = AUTO
-        checkpoint = dataclasses.replace(config.checkpoint, load=load)
+        checkpoint = dataclasses.replace(config.checkpoint, load=self._plan.load)
         return dataclasses.replace(
             config, checkpoint=checkpoint, start=dataclasses.replace(config.start, load_optim=True)
         )
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:
-        if self._plan is None:
+        if (plan := self._plan) is None or (keeper := self._keeper) is None:
             return []
         writer = importlib.import_module("megacore.survive.writer")
-        interval = trainer.config.watch.survive_interval
-        state: Callback = writer.StateInMemory(trainer, self._memory, self._generation, interval)
-        recovery: Callback = writer.Recovery(self._plan)
+        interval, memory = trainer.config.watch.survive_interval, keeper.memory.path
+        if trainer.mesh.world.is_first:
+            remove_older(memory, self._generation, kept=plan.load)
+        state: Callback = writer.StateInMemory(trainer, memory, self._generation, interval)
+        recovery: Callback = writer.Recovery(plan, lambda: keeper.signal)
         return [state, recovery]
 
 

@@ -18,18 +18,21 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from megacore import has_ring
+from megacore.checkpoint.directory import next_serial, published
+from megacore.checkpoint.manifest import read_manifest
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
-from megacore.config.spelling import flag
-from megacore.errors import EXIT_HUNG, EXIT_REFUSED
-from megacore.survive.copies import NodeMemory
+from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError
+from megacore.remote import location
+from megacore.survive.copies import NodeMemory, Whole
 from megacore.survive.layouts import layout_for
-from megacore.survive.meeting import BEAT_SECONDS, Meeting, Plan, Presence
+from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence
 from megacore.train.peers import HANDLED
-from megacore.train.stopping import prepare_signals
+from megacore.train.stopping import ENDING, prepare_signals
 
 Train = Callable[[Plan, int], int]
 _LOADED = (  # by training, sooner or later
@@ -92,13 +95,14 @@ class Keeper:
 
     def __init__(self, config: ResolvedConfig, train: Train) -> None:
         self._config, self._train = config, train
+        self._checkpoints = location(config.checkpoint_dir)
         for name in ("torch._dynamo", *(f"megacore.{name}" for name in _LOADED if has_ring(name.partition(".")[0]))):
             importlib.import_module(name)
         gc.freeze()  # the collector would touch, and so copy, the pages that children share
         self.memory = NodeMemory(os.environ, config.training.output_dir, int(os.environ.get("RANK", "0")))
         self._meeting = Meeting()
         self._child: Child | None = None
-        self._signal = 0  # that asks the run to end
+        self.signal = 0  # that asks the run to end
         self._known: dict[int, Presence] = {}  # the keepers as they came last
 
     def run(self) -> int:
@@ -114,7 +118,7 @@ class Keeper:
             while status is None:
                 plan = self._agreed(generation)
                 if plan is None:
-                    status = 128 + self._signal
+                    status = 128 + self.signal
                 elif plan.refused:
                     status = EXIT_REFUSED if generation == 0 else EXIT_FAILED
                 else:
@@ -135,7 +139,7 @@ class Keeper:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """What the launcher tells this process is for its child."""
-        self._signal = self._signal or (number if number != signal.SIGUSR1 else 0)
+        self.signal = self.signal or (number if number != signal.SIGUSR1 else 0)
         if self._child is not None and self._child.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child.pid, number)
@@ -148,12 +152,12 @@ class Keeper:
 
     def _agreed(self, generation: int) -> Plan | None:
         """The plan of a generation, which the lowest of those that are there makes when nobody else is to come; None: a
-        signal asks the run to end."""
+        signal asks the run to end, which has nothing to save yet."""
         meeting = self._meeting
         begun = time.monotonic()
         meeting.enter(generation)
         while True:
-            if self._signal:
+            if self.signal and not generation:
                 return None
             if (plan := meeting.plan(generation)) is not None:
                 return plan
@@ -166,59 +170,84 @@ class Keeper:
             lost = [] if waits else meeting.lost(others, self._known)
             here = sorted(set(present) - set(lost))
             if len(here) + len(lost) >= meeting.size and here[0] == meeting.rank:
-                meeting.propose(generation, self._planned(generation, here))
+                plan = self._planned(generation, here)
+                for line in plan.lines if meeting.propose(generation, plan) else ():
+                    _say(line)
             self._pause()
 
     def _planned(self, generation: int, here: list[int]) -> Plan:
         if generation == 0:
             hosts = sorted({one.host for one in self._meeting.present(0).values()})
-            start = Plan(present=here, members=here, flags=[])
+            serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
+            start = Plan(present=here, members=here, degrees={}, serial=serial)
             if len(hosts) == 1 and len(here) == self._meeting.size:
                 return start
             why = f"--survive joins the ranks of one node so far, and these are on {' and '.join(hosts)}: leave it out"
             if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
                 why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
-            _say(why)
-            return dataclasses.replace(start, refused=why)
+            return dataclasses.replace(start, refused=why, lines=[why])
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
         cause, at = over["cause"], over["at"]
-        found, problems = self.memory.newest()
-        step = found.step if found else 0
-        blamed = [*before.blamed, over["by"]] if step == before.step and "is back" not in cause else []
+        found, problems = self.memory.newest(self._meeting.beat)
+        saved = self._saved(before.serial)
+        step = max(found.step if found else 0, on_disk := saved.step if saved else 0)
+        load, source = None, "its start: neither memory nor disk has a whole step"
+        if found and step == found.step:
+            load, source = str(found.directory), f"step {step} in memory"
+        elif saved:
+            load, source = str(saved.directory), f"step {step} on disk: memory has no newer one"
+        blamed = list(before.blamed) if step == before.step else []
+        if over["blamed"] is not None:
+            blamed.append(over["blamed"])
         # As where a device is broken: without it the others may go on.
         bad = [rank for rank in here if _rests(rank, blamed)]
         fit = [rank for rank in here if rank not in bad]
         degrees = layout_for(self._config, len(fit))
-        ended = Plan(present=here, members=[], flags=[], cause=cause)
-        if degrees is None:
-            return self._refused(ended, f"{counted(len(fit), 'rank')} cannot train this model with this batch")
-        if len(blamed) > _MOST_TRIES:
-            return self._refused(ended, f"it has failed {len(blamed)} times after step {step}")
+        why = ""
+        if len(blamed) >= _MOST_TRIES or not fit:
+            why = f"it has failed {len(blamed)} times after step {step}"
+        elif degrees is None:
+            why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
+        if why or degrees is None:
+            rest = f"; --load auto continues from step {on_disk}" if saved else ", without a checkpoint on disk"
+            line = f"{cause}, and the run ends: {why}{rest}"
+            return Plan(present=here, members=[], degrees={}, refused=why, lines=[line])
         ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
-        for problem in problems:
-            _say(f"in memory, {problem}")
+        lines = [f"in memory, {problem}" for problem in problems]
         if bad:
             rest = f"rests {_SECONDS_OF_REST / 60:g} minutes"
-            _say(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
-        source = f"step {step} in memory" if found else "the newest checkpoint on disk: memory has no whole step"
-        _say(f"{cause}: {counted(ranks, 'rank')} ({layout}) continue from {source}")
+            lines.append(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
+        lines.append(f"{cause}: {counted(ranks, 'rank')} ({layout}) continue from {source}")
+        interval = self._config.checkpoint.save_interval
+        due = step - step % interval if interval and isinstance(self._checkpoints, Path) else 0
+        if due > on_disk:
+            lines.append(f"the checkpoint of step {due} was not written: the next step is saved")
         return Plan(
             present=here,
             members=fit[:ranks],
-            flags=[word for name, degree in degrees.items() for word in (flag(name), str(degree))],
-            load=None if found is None else str(found.directory),
+            degrees=degrees,
+            load=load,
             step=step,
+            saves=due > on_disk,
+            serial=before.serial,
             blamed=blamed,
             cause=cause,
             at=at,
             made=time.time(),
+            lines=lines,
         )
 
-    def _refused(self, plan: Plan, why: str) -> Plan:
-        _say(f"{plan.cause}, and the run ends: {why}; --load auto continues from the newest checkpoint on disk")
-        return dataclasses.replace(plan, refused=why)
+    def _saved(self, serial: int) -> Whole | None:
+        """The newest checkpoint that this run has on disk; the first has that serial number."""
+        if isinstance(self._checkpoints, Path):  # to list a store may start threads
+            for directory in published(self._checkpoints):
+                with contextlib.suppress(CheckpointError, OSError):
+                    manifest = read_manifest(directory)
+                    if manifest.serial >= serial and not manifest.is_in_doubt:
+                        return Whole(step=manifest.step, directory=directory)
+        return None
 
     # ---- a generation
 
@@ -230,6 +259,8 @@ class Keeper:
         if meeting.rank in plan.members:
             child = self._child = Child(self._started(plan, generation))
             self.memory.note(child.pid)
+            if self.signal:  # it came before there was a child
+                self._pass_on(self.signal, None)
         elif meeting.rank not in plan.present:
             meeting.end(generation, f"rank {meeting.rank} is back")
         # Each watches the one before it: of several that are lost together, one is missed.
@@ -242,10 +273,13 @@ class Keeper:
             now, is_over = time.monotonic(), False
             if child is not None and not has_ended and (ended := child.look()) is not None:
                 has_ended = True
-                if ended == 0 or self._signal:
+                # Whether a signal has ended it before training handled that.
+                was_told = bool(self.signal) and ended in (-self.signal, 128 + self.signal)
+                if ended == 0 or (was_told and not generation):
                     meeting.finish(generation, ended)  # it is done, or had nothing to save yet
-                elif how := child.failure():
-                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}")
+                elif how := f"was ended by {_name(self.signal)}" if was_told else child.failure():
+                    blamed = NOBODY if was_told or ended == EXIT_HUNG else meeting.rank  # who hangs does not end first
+                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}", blamed=blamed)
             if has_ended or now - asked > _SECONDS_BETWEEN_QUESTIONS:
                 asked, is_over = now, meeting.is_over(generation)
             if is_over:
@@ -258,7 +292,7 @@ class Keeper:
                 if now - begun > _SECONDS_OF_REST and child is None and _rests(meeting.rank, plan.blamed):
                     meeting.end(generation, f"rank {meeting.rank} is back")
                 if lost := meeting.lost(watched, self._known):
-                    meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost")
+                    meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost", blamed=lost[0])
             if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
                 meeting.finish(generation, child.status or 0)  # it was no echo, and would come again
 
@@ -268,7 +302,7 @@ class Keeper:
         if child is not None and child.status is None:
             child.kill()
             while child.look() is None:
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                self._pause()
 
     def _started(self, plan: Plan, generation: int) -> int:
         sys.stdout.flush()
@@ -279,12 +313,15 @@ class Keeper:
             child = os.fork()
         if child:
             return child
+        status = EXIT_FAILED
         try:
             self._become(plan, generation, parent)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else EXIT_FAILED
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(EXIT_FAILED)
+            os._exit(status)
 
     def _become(self, plan: Plan, generation: int, parent: int) -> None:
         """Train, in the child."""
@@ -293,9 +330,12 @@ class Keeper:
         if os.getppid() != parent:
             os._exit(EXIT_FAILED)
         for number in HANDLED:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            # After a failure there is something to save: what ends the run is noted until training handles it.
+            if not generation or number not in ENDING:
+                signal.signal(number, signal.SIG_DFL)
         prepare_signals()
+        if self.signal and not generation:
+            signal.raise_signal(self.signal)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         size = len(plan.members)
         os.environ |= {

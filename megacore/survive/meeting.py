@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megacore.config.nodes import launcher_number
 
+NOBODY = -1
 BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 4.0  # after which a keeper that gave a sign every second is lost
 
@@ -27,14 +28,17 @@ class Plan:
 
     present: list[int]  # the keepers that have met
     members: list[int]  # those whose children train, by rank
-    flags: list[str]  # that the children get after those of the run
-    load: str | None = None  # the checkpoint in memory; None: the run's own, as at a start
+    degrees: dict[str, int]  # of the run's layout that are other than at its start
+    load: str | None = None  # the checkpoint to continue from; None: the run's own, as at its start
     step: int = 0  # that it continues after
-    blamed: Sequence[int] = ()  # the keepers that have ended the generations before this one at the same step
+    saves: bool = False  # whether its first step is to be saved
+    serial: int = 0  # of the first checkpoint that this run publishes
+    blamed: Sequence[int] = ()  # whose failures have ended the generations at this step; NOBODY: not known
     cause: str = ""  # why there is a new generation; empty at the start
     at: float = 0.0  # when that was noticed, as time.time
     made: float = 0.0  # when the plan was made, likewise
     refused: str = ""  # why the run ends instead
+    lines: Sequence[str] = ()  # to say of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,8 @@ class Meeting:
         self._serves = self.size > 1 and self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         self._store: Any = dist.PrefixStore(f"megacore/survive/{attempt}", _store(self.size, serves=self._serves))
         self._host = socket.gethostname()
-        self._beats: dict[int, tuple[bytes, float]] = {}  # of others: the last, and when it was new here
+        # Of others: the last, since when it is silent, and when this keeper last looked.
+        self._beats: dict[int, tuple[bytes, float, float]] = {}
         self._beat, self._beaten = 0, 0.0
 
     def beat(self) -> None:
@@ -77,20 +82,20 @@ class Meeting:
         found = {rank: self._got(generation, f"present/{rank}") for rank in range(self.size)}
         return {rank: Presence(**content) for rank, content in found.items() if content is not None}
 
-    def propose(self, generation: int, plan: Plan) -> None:
-        """Make this the plan, unless there is one."""
-        self._first(generation, "plan", asdict(plan))
+    def propose(self, generation: int, plan: Plan) -> bool:
+        """Make this the plan, unless there is one; whether it is."""
+        is_first = self._first(generation, "plan", asdict(plan))
         self._store.set("generation", str(generation))
+        return is_first
 
     def plan(self, generation: int) -> Plan | None:
         content = self._got(generation, "plan")
         return None if content is None else Plan(**content)
 
-    def end(self, generation: int, cause: str) -> bool:
-        """Say that a generation is over; whether this keeper was the first."""
-        is_first = self._first(generation, "over", {"cause": cause, "at": time.time(), "by": self.rank})
+    def end(self, generation: int, cause: str, *, blamed: int | None = None) -> None:
+        """Say that a generation is over. `blamed`: the keeper whose failure that is, or NOBODY; None: it is none."""
+        self._first(generation, "over", {"cause": cause, "at": time.time(), "blamed": blamed})
         self._store.set(f"{generation}/news", "1")
-        return is_first
 
     def is_over(self, generation: int) -> bool:
         """Whether the generation, or the run with it, is over."""
@@ -101,8 +106,8 @@ class Meeting:
         return self._got(generation, "over")
 
     def finish(self, generation: int, status: int) -> None:
-        """Say that the run ends with a generation, with this exit status."""
-        self._first(generation, "status", {"status": status})
+        """Say that the run ends with a generation, with this exit status, as of subprocess."""
+        self._first(generation, "status", {"status": status if status >= 0 else 128 - status})
         self._store.set(f"{generation}/news", "1")
 
     def status(self, generation: int) -> int | None:
@@ -131,9 +136,11 @@ class Meeting:
             return True
         key, now = f"beat/{rank}", time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""
-        if rank not in self._beats or self._beats[rank][0] != beat:
-            self._beats[rank] = beat, now
-        return now - self._beats[rank][1] > _SILENT_SECONDS
+        before, since, looked = self._beats.get(rank, (b"", now, now))
+        if beat != before or now - looked > 2 * BEAT_SECONDS:  # who slept has heard nothing
+            since = now
+        self._beats[rank] = beat, since, now
+        return now - since > _SILENT_SECONDS
 
     def _put(self, generation: int, key: str, content: Any) -> None:
         self._store.set(f"{generation}/{key}", json.dumps(content))

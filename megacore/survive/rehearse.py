@@ -31,7 +31,10 @@ def rehearse_failures(command: Sequence[str], failures: int, *, seed: int = 0) -
     with subprocess.Popen(command) as process:
         for number in range(1, failures + 1):
             if not _waited(process, _is_training):
-                raise UserError(f"{command[0]}: no training step in {_MOST_SECONDS:.0f} s: give it --survive")
+                has_ended = process.poll() is not None
+                how = "ended before a failure" if has_ended else f"took no training step in {_MOST_SECONDS:.0f} s"
+                process.terminate()
+                raise UserError(f"{command[0]} {how}: give it --survive, and more steps")
             time.sleep(draw.uniform(0.0, 2.0))
             struck, what = _strike(process.pid, draw)
             if draw.random() < 0.25:  # while it recovers
@@ -94,8 +97,8 @@ def _with_metrics(launcher: int) -> list[dict[str, Any]]:
 def _recovery(struck: float, launcher: int) -> dict[str, float] | None:
     """What the first recovery that ended after a time has cost, in seconds; None: there is none."""
     for said in _with_metrics(launcher)[:1]:
-        for line in Path(said["output_dir"], "events.jsonl").read_text().splitlines():
-            event = json.loads(line)
+        for line in Path(said["output_dir"], "events.jsonl").read_text().splitlines(keepends=True):
+            event = json.loads(line) if line.endswith("\n") else {"event": ""}  # written half
             if event["event"] == "recovery":
                 parts = {part: event[f"seconds_{part}"] for part in ("agreed", "state", "step")}
                 total, noticed = sum(parts.values()), event["noticed"]

@@ -9,8 +9,9 @@ import json
 import math
 import mmap
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from megacore.survive.meeting import Plan
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
+
+_SECONDS_FOR_ROOM = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,9 @@ class StateInMemory(Callback):
         if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row:
             return
         begun = time.monotonic()
-        self._write(trainer.state())
-        if self._written == SLOTS and run.mesh.world.is_first:
+        if self._written == 1 and run.mesh.world.is_first:
             remove_older(self._memory, self._generation)  # every rank has written the first: it took part in a step
+        self._write(trainer.state())
         self.seconds += time.monotonic() - begun
 
     @torch.no_grad()
@@ -141,7 +144,7 @@ def _room(path: Path, head: bytes, size: int) -> mmap.mmap:
         path.unlink()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        _take(descriptor, size)
         os.write(descriptor, head)
         return mmap.mmap(descriptor, size)
     except OSError as error:
@@ -151,6 +154,18 @@ def _room(path: Path, head: bytes, size: int) -> mmap.mmap:
         ) from None
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int, size: int) -> None:
+    """Take room; what an older generation had may go only now (`remove_older`, on another rank)."""
+    deadline = time.monotonic() + _SECONDS_FOR_ROOM
+    while True:
+        try:
+            return os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def blocks_of(state: TrainingState, mesh: Mesh) -> Iterator[Block]:
@@ -231,15 +246,19 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 class Recovery(Callback):
-    """Says what the failure before this generation has cost, after its first step. `plan`: of the generation."""
+    """Says what the failure before this generation has cost, after its first step, and passes on what was asked of the
+    run meanwhile. `plan`: of the generation. `asked`: the signal that the keeper has for the run, or 0."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._begun = plan, time.time()
+    def __init__(self, plan: Plan, asked: Callable[[], int]) -> None:
+        self._plan, self._asked, self._begun = plan, asked, time.time()
         self._is_due = bool(plan.cause)
 
     def on_step_begin(self, run: Run, step: int) -> None:
         if self._is_due:
             self._begun = time.time()
+            for number in (signal.SIGUSR1 if self._plan.saves else 0, self._asked()):
+                if number:
+                    signal.raise_signal(number)  # training handles it by now (stopping.py)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if not self._is_due:

@@ -5,7 +5,7 @@ torch."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from megacore import has_ring
@@ -27,9 +27,9 @@ class Survival:
         if config.watch.survive:
             raise ConfigError(["--survive needs megacore/survive, which is not installed: leave it out"])
 
-    def keep(self, config: ResolvedConfig, argv: Sequence[str], train: Callable[[list[str]], int]) -> int | None:
+    def keep(self, config: C, train: Callable[[C], int]) -> int | None:
         """Start the training in a child of this process, again after each failure that can be survived; the exit status
-        of the run, or None: this process is to train by itself. `train`: with these flags."""
+        of the run, or None: this process is to train by itself."""
         return None
 
     def continued(self, config: C) -> C:
