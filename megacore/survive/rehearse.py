@@ -98,7 +98,7 @@ def _recovery(struck: float, launcher: int) -> dict[str, float] | None:
     """What the first recovery that ended after a time has cost, in seconds; None: there is none."""
     for said in _with_metrics(launcher)[:1]:
         for line in Path(said["output_dir"], "events.jsonl").read_text().splitlines(keepends=True):
-            event = json.loads(line) if line.endswith("\n") else {"event": ""}  # written half
+            event: dict[str, Any] = json.loads(line) if line.endswith("\n") else {"event": ""}  # written half
             if event["event"] == "recovery":
                 parts = {part: event[f"seconds_{part}"] for part in ("agreed", "state", "step")}
                 total, noticed = sum(parts.values()), event["noticed"]
