@@ -84,6 +84,20 @@ def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp
     check(output, tmp_path / "alone", 2)
 
 
+def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(tmp_path: Path) -> None:
+    launching.losses_of_one_process(tmp_path / "alone", **RUN)
+    output, settings, said = tmp_path / "out", tmp_path / "set.toml", tmp_path / "said"
+    settings.write_text("[training]\nseed = 1234")
+    flags = [*small_run(output, survive=True, survive_interval=10, save_interval=3, **RUN), "--config", str(settings)]
+    with started(PROGRAM, said, *flags) as job:
+        until(lambda: logged(output) >= 5, START, "no step 5")
+        settings.write_text("[training]\nseed = none")
+        os.kill(children(output)[0], signal.SIGKILL)
+        assert job.wait(patience(START)) == 0, said.read_text()
+    assert "continue from step 3 on disk" in said.read_text() or "step 6 on disk" in said.read_text()
+    check(output, tmp_path / "alone", 1)
+
+
 def test_a_failure_of_the_program_ends_the_run(tmp_path: Path) -> None:
     """It would come again."""
     flags = small_run(tmp_path / "out", survive=True, dp=2, **{**RUN, "lr": 1e30, "reproducible": None})
