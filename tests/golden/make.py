@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,14 @@ def argv() -> Work:
 
 
 def _configure(given: dict[str, Any], worker: Worker) -> Outcome:
-    """Exit status, words and the configuration that a command line gives, or what a tool prints."""
+    """Exit status, words and the configuration that a command line gives."""
     with folder() as directory:
         for name, text in given.get("files", {}).items():
             (directory / name).write_text(text)
         words = [word.replace("{dir}", str(directory)) for word in given["words"]]
-        is_run = given["script"].startswith("pretrain")
-        ended = worker.run(
-            given["script"], words, directory, environment=given.get("environment"), only_configure=is_run
-        )
+        ended = worker.run(given["script"], words, directory, environment=given.get("environment"))
         outcome: Outcome = {"status": ended.statuses[0], "says": ended.out + ended.err}
-        if (directory / "config.toml").exists() and is_run and ended.statuses == [0]:
+        if (directory / "config.toml").exists() and ended.statuses == [0]:
             outcome["fields"] = _fields((directory / "config.toml").read_text(), str(directory))
         return outcome
 
@@ -143,7 +140,7 @@ def _steps(row: dict[str, Any], name: str, worker: Worker) -> Outcome:
 COLLECTIONS: dict[str, Callable[[], Work]] = {"argv": argv, "tools": tools, "runs": runs}
 
 
-def chosen(only: str) -> dict[str, set[str]]:
+def chosen(only: str) -> dict[str, list[str]]:
     """The collections and keys that `--only` names: `argv`, or `runs:zero` for the runs with this in their names.
 
     Raises:
@@ -151,18 +148,19 @@ def chosen(only: str) -> dict[str, set[str]]:
     """
     name, _, word = only.partition(":")
     works = {each: work() for each, work in COLLECTIONS.items() if name in ("", each)}
-    found = {each: {word} if word in work else {key for key in work if word in key} for each, work in works.items()}
+    found = {each: [word] if word in work else [key for key in work if word in key] for each, work in works.items()}
     if not any(found.values()):
         raise ValueError(f"--only {only} names none of {', '.join(works)}: leave {word} out, or use a part of a name")
     return found
 
 
-def collect(tree: Path, keys: Mapping[str, set[str]], workers: int) -> dict[str, dict[str, Outcome]]:
-    """What the chosen keys of each collection do in one tree."""
-    return {
-        name: on_workers(tree, {key: work for key, work in COLLECTIONS[name]().items() if key in mine}, workers)
-        for name, mine in keys.items()
-    }
+def collect(tree: Path, keys: Mapping[str, Iterable[str]], workers: int) -> dict[str, dict[str, Outcome]]:
+    """What the chosen keys of each collection do in one tree, in this order."""
+    found = {}
+    for name, mine in keys.items():
+        works, kind = COLLECTIONS[name](), "reader.py" if name == "argv" else "worker.py"
+        found[name] = on_workers(tree, kind, {key: works[key] for key in mine}, workers)
+    return found
 
 
 def compare(base: str, only: str, workers: int) -> int:
@@ -227,7 +225,8 @@ def write(only: str, workers: int) -> None:
         raise ValueError(f"--only {only} names runs, whose numbers are never written: compare them, with --base HEAD~1")
     for name, keys in works.items():
         if name != "runs":
-            found = portable(collect(ROOT, {name: keys | set(map(plain_line, SCRIPTS))}, workers)[name])
+            plain = map(plain_line, SCRIPTS) if name == "argv" else ()
+            found = portable(collect(ROOT, {name: dict.fromkeys([*keys, *plain])}, workers)[name])
             before = written(name)
             rows: dict[str, Any] = {key: found.get(key) or before.get(key) or {} for key in COLLECTIONS[name]()}
             if never := [key for key, row in rows.items() if not row]:

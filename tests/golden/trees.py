@@ -1,5 +1,5 @@
-"""A tree of megacore at work: its programs started warm (worker.py), and what they leave, without what differs between
-two runs of the same code."""
+"""A tree of megacore at work: its programs started warm (worker.py), its command lines read (reader.py), and what they
+leave, without what differs between two runs of the same code."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Ended:
 
 
 class Worker:
-    """One process of a tree that forks its programs; see worker.py."""
+    """One process of a tree that forks its programs (worker.py), or reads its command lines (reader.py)."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, kind: str = "worker.py") -> None:
         self.tree = tree
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), str(tree)],
+            [sys.executable, str(HERE / kind), str(tree)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,17 +66,12 @@ class Worker:
         *,
         ranks: int = 0,
         environment: Mapping[str, str] | None = None,
-        only_configure: bool = False,
     ) -> Ended:
-        """Run a script to its end in a folder. A script of the tests is this tree's, others are the worker's tree's.
-
-        Args:
-            only_configure: An accepted run is not started: its configuration is saved in the folder instead.
-        """
+        """Run a script to its end in a folder. A script of the tests is this tree's, others are the worker's tree's."""
         assert self._process.stdin is not None and self._process.stdout is not None
         owner = ROOT if script.startswith("tests/") else self.tree
         request = {"script": str(owner / script), "words": list(words), "ranks": ranks, "folder": str(folder)}
-        request |= {"environment": dict(environment or {}), "only_configure": only_configure, "seconds": patience(90)}
+        request |= {"environment": dict(environment or {}), "seconds": patience(90)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -104,10 +99,10 @@ def folder() -> Iterator[Path]:
         yield Path(name).resolve()
 
 
-def on_workers(tree: Path, work: Mapping[K, Callable[[Worker], V]], workers: int) -> dict[K, V]:
-    """What each function returns, given one of a tree's workers."""
+def on_workers(tree: Path, kind: str, work: Mapping[K, Callable[[Worker], V]], workers: int) -> dict[K, V]:
+    """What each function returns, given one of a tree's workers of a kind."""
     free: SimpleQueue[Worker] = SimpleQueue()
-    every = [Worker(tree) for _ in range(workers)]
+    every = [Worker(tree, kind) for _ in range(workers)]
     for one in every:
         free.put(one)
 

@@ -5,8 +5,7 @@
 It is a script, and imports nothing of the tests: the tree may be of a time that has not this folder.
 
 Request: `script` (a path), `words`, `ranks` (0: one process without a launcher's variables), `environment`,
-`folder` (the working directory), `only_configure` and `seconds`. Answer: the exit `statuses`, what the ranks printed
-(`out`, `err`).
+`folder` (the working directory) and `seconds`. Answer: the exit `statuses`, what the ranks printed (`out`, `err`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# Bytes of host memory that command lines find free: what is refused does not depend on the machine, and no preset is.
-MEMORY = 2.0**50
 LOADED = ("gpt_task", "bert_task", "launch", "trainer", "engine")
 # Ranks meet at a store which the worker serves, as torchrun does.
 STORE = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_GLOO_LAZY_INIT": "1"}
@@ -98,8 +95,6 @@ def _become(script: Path, request: dict[str, Any], environment: dict[str, str], 
     sys.argv, status = [str(script), *request["words"]], 0
     sys.path[0] = str(script.parent)
     try:
-        if request["only_configure"]:
-            _save_instead_of_training()
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
         if isinstance(stop.code, str):
@@ -112,19 +107,6 @@ def _become(script: Path, request: dict[str, Any], environment: dict[str, str], 
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)
-
-
-def _save_instead_of_training() -> None:
-    """An accepted run writes its configuration and ends. These are the names that tie this file to a tree's inside."""
-    launch = importlib.import_module("megacore.train.launch")
-    save_toml = importlib.import_module("megacore.config.cli").save_toml
-    launch.launch = lambda config, program: save_toml(config, "config.toml") or 0  # type: ignore[attr-defined]
-    with contextlib.suppress(ImportError):
-        importlib.import_module("megacore.watch.start").begin_watch = lambda config, **_: None  # type: ignore[attr-defined]
-    with contextlib.suppress(ImportError, AttributeError):  # a tree of another time has it elsewhere
-        kind = importlib.import_module("megacore.parallel.host_memory").AvailableMemory
-        free = kind(MEMORY, "MemAvailable of this machine")
-        importlib.import_module("megacore.plan.fit").host_memory = lambda: free  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-import megacore
-from megacore.config import SECTIONS, Config, ResolvedConfig, sections_of
+from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.flags import all_fields, read_flags
@@ -24,7 +22,7 @@ from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import section_of
 from megacore.config.spelling import OWNERS, flag, negative, own_flag
-from megacore.errors import ConfigError, DataError, UserError
+from megacore.errors import ConfigError, DataError
 from tests.patience import patience
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
@@ -88,13 +86,6 @@ def test_a_parameter_turns_its_switch_on() -> None:
     assert parse(*GOOD, "--qk-layernorm", "all-heads").model.qk_layernorm
 
 
-def test_an_unknown_parameter_is_refused_with_the_nearest(refuse: Refuse) -> None:
-    assert "--trace step=2: --trace has no parameter step (did you mean steps?)" in refuse(*GOOD, "--trace", "step=2")
-    text = refuse(*GOOD, "--optimizer", "lion", "beta3=0.9")
-    assert "--optimizer beta3=0.9: --optimizer has no parameter beta3 (did you mean beta" in text
-    assert "--optimizer beta1=2 must be at least 0 and below 1" in refuse(*GOOD, "--optimizer", "beta1=2")
-
-
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -102,21 +93,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_s
     place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize("rank, local_rank", [(1, 1), (4, 0), (5, 1)])
-def test_only_rank_0_speaks(rank: int, local_rank: int, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, rank, local_rank, 8)
-    assert refuse(*GOOD, "--tp", "3") == ""
-
-
-def test_another_machine_names_itself_and_only_its_own_files(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch, 4, 0, 8)
-    monkeypatch.setattr("socket.gethostname", lambda: "node7")
-    text = refuse(*GOOD, "--tp", "3", "--tokenizer", "/no/such")
-    assert text.startswith("megacore: refused on node7: 1 problem\n  - --tokenizer /no/such")
-    as_rank(monkeypatch, 5, 1, 8)
-    assert refuse(*GOOD, "--tp", "3") == ""
 
 
 def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -287,46 +263,3 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
         f"  --optimizer {{{','.join(OPTIMIZERS)}}} [NAME=VALUE...]\n"
     )  # the flag
     assert help_of("config", Config).startswith("  --config FILE.toml\n")
-
-
-@pytest.mark.parametrize(
-    ("topic", "kind", "message"),
-    [
-        ("paralel", Config, f"use {', '.join(SECTIONS)} or all, or the name of a flag"),
-        ("paralel", Config, "(did you mean parallel?)"),
-        ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
-        ("bert", Config, "there is no such section or flag"),
-        ("swiglu", Config, "--swiglu is a Megatron-LM flag, and becomes --activation swiglu"),
-        ("use-flash-attn", Config, "--use-flash-attn is a Megatron-LM flag, and becomes --attention sdpa"),
-        ("parallel-residual", BertConfig, "--parallel-residual is for the blocks of GPT-NeoX, not of BERT"),
-    ],
-)
-def test_an_unknown_topic_is_refused_with_the_choices(topic: str, kind: type[Config], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        help_text(topic, kind, prog="x", description="y")
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("argv", "status", "out", "err"),
-    [
-        (["--help"], 0, "Usage: python pretrain_gpt.py", ""),
-        (["--help", "lr"], 0, "  --lr FLOAT\n", ""),
-        (["--help", "nonsense"], 2, "", "megacore: --help nonsense: there is no such section or flag: use model,"),
-        (["--version"], 0, f"megacore {megacore.__version__}\n", ""),
-        (["--tp", "x", "--version"], 0, f"megacore {megacore.__version__}\n", ""),
-    ],
-)
-def test_the_command_line_answers_and_exits(
-    argv: list[str], status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And only the first rank of a run says anything."""
-    with pytest.raises(SystemExit, match=str(status)):
-        parse(*argv)
-    printed = capsys.readouterr()
-    assert printed.out.startswith(out) and bool(printed.out) == bool(out)
-    assert printed.err.startswith(err) and bool(printed.err) == bool(err)
-    second = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with mock.patch.dict("os.environ", second), pytest.raises(SystemExit, match=str(status)):
-        parse(*argv)
-    assert capsys.readouterr() == ("", "")
