@@ -685,7 +685,6 @@ COMPRESSION_RULES: Sequence[Rule] = (
 SURVIVAL_RULES: Sequence[Rule] = (
     Excludes("survive skip_train", "{0} has no effect with {1}", OUT),
     Excludes("survive lr_range_test", "{0} does not keep what {1} has seen"),
-    Excludes("survive ledger", "{0} takes a step again after a failure, and {1} does not know of it yet"),
     Excludes("survive on_spike=rollback", "{0} does not join {1} yet", use("on_spike", "skip"), Out("survive")),
     Excludes("survive grad_reduce_compression", "{0} does not keep the errors of {1} yet"),
     Excludes("survive optimizer=onebitadam", "{0} does not keep the errors of {1} yet", use("optimizer", "adamw")),

@@ -334,6 +334,12 @@ def groups_of_experts(
     return tuple(map(tuple, ranks.movedim(along, -1).reshape(-1, ranks.shape[along]).tolist()))
 
 
+def host_group(mesh: Mesh) -> Group:
+    """All ranks again, for messages between the memories of their hosts, whatever their device; they make it together,
+    and each time another one."""
+    return _group(dist.new_group(backend="gloo"), mesh.world.rank, mesh.world.ranks)
+
+
 def _timeout(config: ParallelConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
 

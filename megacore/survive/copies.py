@@ -4,29 +4,35 @@
     DIRECTORY/g3/slot-1/rank-00002.json             says which step the files of this rank hold, and their XXH3
 
 A rank writes its step into one of two slots by turns: first it takes the old record of the slot away, and the new one
-comes last, by a rename. So what is written half is never taken. A slot in which every rank has a record of the same
-step becomes an ordinary checkpoint by a manifest, and is loaded like any other, on any layout.
+comes last, by a rename. So what is written half is never taken. With several nodes, each also has the parts of the
+ranks of the node before it (peers.py). A slot of which the nodes together have every rank's part of the same step
+becomes an ordinary checkpoint by a manifest, and is loaded like any other, on any layout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import mmap
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.directory import MANIFEST_NAME
-from megacore.checkpoint.files import FileEntry, verify
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of
-from megacore.errors import CheckpointError
-from megacore.files import replace_bytes, take_lock
+from megacore.checkpoint.directory import MANIFEST_NAME, next_serial
+from megacore.checkpoint.files import FileEntry, describe, verify
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest, schema_of
+from megacore.checkpoint.storage import LocalRun
+from megacore.errors import CheckpointError, StorageError
+from megacore.files import replace_bytes, sync, take_lock
 from megacore.job_directory import job_directories, job_directory, make
 
 SLOTS = 2
@@ -35,19 +41,41 @@ _PURPOSE = "survive"  # of the directory (job_directory)
 _GENERATION = re.compile(r"g(\d+)")
 _THREADS = 4
 _NOTE = 4096  # bytes
+_SECONDS_FOR_ROOM = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A step of which every rank's part is there, and as it was written."""
+class Slot:
+    """What the memory of a node has of a step.
+
+    Attributes:
+        step: which.
+        name: of the slot, as `g3/slot-1`; the same on all nodes.
+        ranks: of the generation that wrote it.
+        parts: the ranks whose parts are here, as they were written.
+        bytes: of a part, the largest.
+    """
 
     step: int
-    directory: Path
+    name: str
+    ranks: int
+    parts: list[int]
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What the memory of a node has. `problems`: what is damaged in it. `free`: bytes."""
+
+    slots: list[Slot]
+    problems: list[str]
+    free: int
 
 
 class NodeMemory:
     """The memory of a job on this node. It is gone when the last keeper leaves; what a killed job has left, the next
-    keeper of this user removes. Raises OSError where it cannot be made."""
+    keeper of this user removes. `node`: tells it from the memory of every other node. Raises OSError where it cannot be
+    made."""
 
     def __init__(self, environment: Mapping[str, str], output_dir: str, rank: int) -> None:
         self.path = job_directory(_PURPOSE, environment, output_dir)
@@ -58,6 +86,7 @@ class NodeMemory:
         self._lock = self.path / f"keeper-{rank}.lock"
         while not self._locked():  # a keeper that leaves, or one of another job, removes it meanwhile
             time.sleep(0.01)
+        self.node = self._named()
 
     def _locked(self) -> bool:
         make(self.path)
@@ -68,6 +97,15 @@ class NodeMemory:
                 return True
             os.close(self._descriptor)
         return False
+
+    def _named(self) -> str:
+        """A name that the keepers have in common which share this memory."""
+        name, own = self.path / "node", self.path / f"node-{uuid.uuid4().hex}"
+        own.write_text(own.name)
+        with contextlib.suppress(FileExistsError):
+            os.link(own, name)  # whole, and once
+        own.unlink()
+        return name.read_text()
 
     def note(self, child: int) -> None:
         """Say which process trains for this keeper now; 0: none does."""
@@ -82,28 +120,69 @@ class NodeMemory:
         if not _is_kept(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def newest(self, beat: Callable[[], None] = lambda: None) -> tuple[Whole | None, list[str]]:
-        """The newest step that is whole, with its manifest written, or None; and what is wrong with newer ones. `beat`:
-        called now and then meanwhile."""
-        problems = []
+    def inventory(self, beat: Callable[[], None] = lambda: None) -> Inventory:
+        """What is here, the newest first, down to a step that is whole. `beat`: called now and then meanwhile."""
+        slots, problems = [], list[str]()
         for step, directory, records in sorted(self._candidates(), key=lambda found: found[:2], reverse=True):
-            if problem := _problem(step, directory, records, beat):
-                problems.append(problem)
-                continue
-            replace_bytes(directory / MANIFEST_NAME, _manifest(records).encode(), durable=False)
-            return Whole(step=step, directory=directory), problems
-        return None, problems
+            damaged = _damaged(directory, records, beat)
+            problems += [f"step {step}: {problem}" for problem in damaged.values()]
+            ranks = next(iter(records.values()))["ranks"]
+            parts = [rank for rank in records if rank not in damaged]
+            size = max(sum(entry["bytes"] for entry in record["files"].values()) for record in records.values())
+            name = str(directory.relative_to(self.path))
+            slots.append(Slot(step=step, name=name, ranks=ranks, parts=parts, bytes=size))
+            if len(parts) == ranks:
+                break
+        return Inventory(slots=slots, problems=problems, free=shutil.disk_usage(self.path).free)
 
-    def _candidates(self) -> Iterator[tuple[int, Path, list[dict[str, Any]]]]:
-        """The slots that hold anything, each with its records of the newest step in it."""
+    def _candidates(self) -> Iterator[tuple[int, Path, dict[int, dict[str, Any]]]]:
+        """The slots that hold anything, each with its records of the newest step in it, by rank."""
         for directory in self.path.glob("g*/slot-*"):
-            records: list[dict[str, Any]] = []
-            for path in sorted(directory.glob("rank-*.json")):
-                with contextlib.suppress(OSError, ValueError):
-                    records.append(json.loads(path.read_bytes()))
-            if records:
-                step = max(record["step"] for record in records)
-                yield step, directory, [record for record in records if record["step"] == step]
+            if records := _records(directory):
+                step = max(record["step"] for record in records.values())
+                yield step, directory, {rank: one for rank, one in records.items() if one["step"] == step}
+
+
+def newest(nodes: Sequence[Inventory]) -> tuple[Slot | None, list[list[int]], list[str]]:
+    """The newest slot of which some nodes together have every part; which parts each of them has; and why newer ones
+    were not taken."""
+    problems = list(chain.from_iterable(node.problems for node in nodes))
+    found = {(slot.step, slot.name): slot for node in nodes for slot in node.slots}
+    for key, slot in sorted(found.items(), reverse=True):
+        parts = [[part for one in node.slots if (one.step, one.name) == key for part in one.parts] for node in nodes]
+        there = set(chain.from_iterable(parts))
+        if len(there) < slot.ranks:
+            problems.append(f"step {slot.step} is there of {len(there)} of {slot.ranks} ranks")
+        elif any(slot.bytes * (slot.ranks - len(own)) > node.free for own, node in zip(parts, nodes, strict=True)):
+            problems.append(f"step {slot.step} is there, and a node has no room for the parts that it lacks")
+        else:
+            return slot, parts, problems
+    return None, [], problems
+
+
+def record_of(rank: int) -> str:
+    """The name of what a rank says of its part."""
+    return f"rank-{rank:05d}.json"
+
+
+def write_manifest(slot: Path) -> None:
+    """Make a slot that has every part a checkpoint."""
+    replace_bytes(slot / MANIFEST_NAME, _manifest(list(_records(slot).values())).encode(), durable=False)
+
+
+def save_slot(slot: Path, run: Path) -> Path:
+    """Save a slot that has every part as a checkpoint of a run on disk, whose directory is returned. Raises OSError."""
+    write_manifest(slot)
+    manifest, storage = read_manifest(slot), LocalRun(run)
+    first, last = storage.begin(manifest.step)
+    files = {}
+    for name in manifest.files:
+        copy = Path(shutil.copyfile(slot / name, run / first / name))
+        sync(copy)
+        files[name] = describe(copy)
+    storage.publish(first, last, dataclasses.replace(manifest, files=files, serial=next_serial(run)).to_json())
+    storage.point_to(last)
+    return run / last
 
 
 def keepers() -> Iterator[tuple[int, dict[str, Any]]]:
@@ -113,11 +192,41 @@ def keepers() -> Iterator[tuple[int, dict[str, Any]]]:
             yield int(path.stem.rpartition("-")[2]), json.loads(path.read_bytes())
 
 
+def make_room(path: Path, head: bytes, size: int) -> mmap.mmap:
+    """A new file in memory, mapped. Its room is taken now: a page that does not come later would end the process."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _take(descriptor, size)
+        os.write(descriptor, head)
+        return mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise StorageError(
+            f"--survive keeps two copies of the state in {path.parents[2]}, which has no room for {size:,} bytes more "
+            f"({error.strerror}): leave --survive out, or give /dev/shm more memory (mount -o remount,size=...)"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, size: int) -> None:
+    """Take room; what an older generation had may go only now (`remove_older`, on another rank)."""
+    deadline = time.monotonic() + _SECONDS_FOR_ROOM
+    while True:
+        try:
+            return os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 def remove_older(directory: Path, generation: int, *, kept: str | None = None) -> None:
     """Remove what generations before this one have left in a node's memory, but for the slot `kept`."""
     for slot in directory.glob("g*/slot-*"):
         is_older = (found := _GENERATION.fullmatch(slot.parent.name)) and int(found[1]) < generation
-        if is_older and str(slot) != kept:
+        if is_older and slot != directory / (kept or ""):
             shutil.rmtree(slot, ignore_errors=True)
 
 
@@ -135,21 +244,31 @@ def _is_kept(directory: Path) -> bool:
     return False
 
 
-def _problem(step: int, directory: Path, records: list[dict[str, Any]], beat: Callable[[], None]) -> str | None:
-    """Why a slot is no whole step; None where it is one."""
-    if len(records) < (ranks := records[0]["ranks"]):
-        return f"step {step} is there of {len(records)} of {ranks} ranks"
-    entries = {name: FileEntry(**entry) for record in records for name, entry in record["files"].items()}
-    try:
-        with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
-            looks = [threads.submit(verify, directory / name, entry) for name, entry in entries.items()]
-            while wait(looks, timeout=0.5).not_done:
-                beat()
-            for look in looks:
-                look.result()
-    except CheckpointError as error:
-        return f"step {step}: {error}"
-    return None
+def _records(slot: Path) -> dict[int, dict[str, Any]]:
+    """What the ranks say of their parts, by rank."""
+    records = {}
+    for path in sorted(slot.glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            records[int(path.stem.rpartition("-")[2])] = json.loads(path.read_bytes())
+    return records
+
+
+def _damaged(directory: Path, records: Mapping[int, Mapping[str, Any]], beat: Callable[[], None]) -> dict[int, str]:
+    """What is wrong with the parts of some ranks, by rank."""
+
+    def check(record: Mapping[str, Any]) -> str:
+        try:
+            for name, entry in record["files"].items():
+                verify(directory / name, FileEntry(**entry))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
+        looks = {rank: threads.submit(check, record) for rank, record in records.items()}
+        while wait(looks.values(), timeout=0.5).not_done:
+            beat()
+        return {rank: problem for rank, look in looks.items() if (problem := look.result())}
 
 
 def _manifest(records: list[dict[str, Any]]) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore.config import ResolvedConfig
-from megacore.config.nodes import has_several_nodes
 from megacore.errors import ConfigError
-from megacore.survive.copies import remove_older
+from megacore.parallel.collectives import barrier
+from megacore.parallel.mesh import Mesh, host_group
+from megacore.survive.copies import remove_older, write_manifest
 from megacore.train.starting import set_torch_defaults
 from megacore.train.survival import Survival
 
@@ -36,13 +37,8 @@ class _Survival(Survival):
     def check(self, config: ResolvedConfig) -> None:
         if not config.watch.survive:
             return
-        problems = []
         if sys.platform != "linux":
-            problems.append(f"--survive needs Linux, and this is {sys.platform}: leave it out")
-        if has_several_nodes():
-            problems.append("--survive joins the ranks of one node so far: leave it out, or use --nnodes 1 of torchrun")
-        if problems:
-            raise ConfigError(problems)
+            raise ConfigError([f"--survive needs Linux, and this is {sys.platform}: leave it out"])
 
     def keep(self, config: C, train: Callable[[C], int]) -> int | None:
         if not config.watch.survive:
@@ -65,10 +61,23 @@ class _Survival(Survival):
         status: int = keeper.run()
         return status
 
-    def continued(self, config: C) -> C:
-        if self._plan is None or self._plan.load is None:
+    @property
+    def recovers(self) -> bool:
+        return self._plan is not None and bool(self._plan.cause)
+
+    def continued(self, config: C, mesh: Mesh) -> C:
+        if (plan := self._plan) is None or (keeper := self._keeper) is None or not (plan.load or plan.slot):
             return config
-        checkpoint = dataclasses.replace(config.checkpoint, load=self._plan.load)
+        load = plan.load
+        if plan.slot:
+            slot = keeper.memory.path / plan.slot
+            if max(plan.nodes):
+                importlib.import_module("megacore.survive.peers").bring(slot, plan.parts, plan.nodes, host_group(mesh))
+            if plan.nodes.index(plan.nodes[mesh.world.rank]) == mesh.world.rank:
+                write_manifest(slot)
+            barrier(mesh.world)
+            load = str(slot)
+        checkpoint = dataclasses.replace(config.checkpoint, load=load)
         return dataclasses.replace(
             config, checkpoint=checkpoint, start=dataclasses.replace(config.start, load_optim=True)
         )
@@ -78,9 +87,9 @@ class _Survival(Survival):
             return []
         writer = importlib.import_module("megacore.survive.writer")
         interval, memory = trainer.config.watch.survive_interval, keeper.memory.path
-        if trainer.mesh.world.is_first:
-            remove_older(memory, self._generation, kept=plan.load)
-        state: Callback = writer.StateInMemory(trainer, memory, self._generation, interval)
+        if plan.nodes.index(plan.nodes[trainer.mesh.world.rank]) == trainer.mesh.world.rank:
+            remove_older(memory, self._generation, kept=plan.slot)
+        state: Callback = writer.StateInMemory(trainer, memory, self._generation, interval, plan.nodes)
         recovery: Callback = writer.Recovery(plan, lambda: keeper.signal)
         return [state, recovery]
 

@@ -17,7 +17,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +29,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError
 from megacore.remote import location
-from megacore.survive.copies import NodeMemory, Whole
+from megacore.survive.copies import Inventory, NodeMemory, newest, save_slot
 from megacore.survive.layouts import layout_for
 from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence
 from megacore.train.peers import HANDLED
@@ -48,6 +49,18 @@ _MOST_FAILURES = 3  # of one rank among them, which then rests
 _SECONDS_OF_REST = 600.0
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a generation continues from: `load` or `slot` and `parts` as those of its plan."""
+
+    step: int
+    words: str
+    load: str | None = None
+    slot: str | None = None
+    parts: Sequence[Sequence[int]] = ()
+    problems: Sequence[str] = ()
 
 
 class Child:
@@ -100,7 +113,7 @@ class Keeper:
             importlib.import_module(name)
         gc.freeze()  # the collector would touch, and so copy, the pages that children share
         self.memory = NodeMemory(os.environ, config.training.output_dir, int(os.environ.get("RANK", "0")))
-        self._meeting = Meeting()
+        self._meeting = Meeting(self.memory.node)
         self._child: Child | None = None
         self.signal = 0  # that asks the run to end
         self._known: dict[int, Presence] = {}  # the keepers as they came last
@@ -168,41 +181,45 @@ class Keeper:
             patience = 0.0 if generation else 60 * self._config.parallel.distributed_timeout_minutes
             waits = time.monotonic() - begun < patience
             lost = [] if waits else meeting.lost(others, self._known)
-            here = sorted(set(present) - set(lost))
-            if len(here) + len(lost) >= meeting.size and here[0] == meeting.rank:
-                plan = self._planned(generation, here)
-                for line in plan.lines if meeting.propose(generation, plan) else ():
-                    _say(line)
+            here = {rank: one for rank, one in present.items() if rank not in lost}
+            if len(here) + len(lost) >= meeting.size:
+                self._planned_together(generation, here)
             self._pause()
 
-    def _planned(self, generation: int, here: list[int]) -> Plan:
-        if generation == 0:
-            hosts = sorted({one.host for one in self._meeting.present(0).values()})
-            serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
-            start = Plan(present=here, members=here, degrees={}, serial=serial)
-            if len(hosts) == 1 and len(here) == self._meeting.size:
-                return start
-            why = f"--survive joins the ranks of one node so far, and these are on {' and '.join(hosts)}: leave it out"
-            if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
-                why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
+    def _planned_together(self, generation: int, here: dict[int, Presence]) -> None:
+        """The first keeper of each node says what its memory has; then the first of all makes the plan."""
+        meeting, nodes = self._meeting, {one.node for one in here.values()}
+        first = min(rank for rank, one in here.items() if one.node == self.memory.node)
+        if generation and meeting.rank == first and meeting.shown(generation, self.memory.node) is None:
+            meeting.show(generation, self.memory.inventory(meeting.beat))
+        if meeting.rank != min(here):
+            return
+        shown = {node: found for node in nodes if (found := meeting.shown(generation, node)) is not None}
+        if not generation or len(shown) == len(nodes):
+            plan = self._next_plan(generation, here, shown) if generation else self._first_plan(here)
+            for line in plan.lines if meeting.propose(generation, plan) else ():
+                _say(line)
+
+    def _first_plan(self, here: dict[int, Presence]) -> Plan:
+        serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
+        ranks = sorted(here)
+        start = Plan(present=ranks, members=ranks, nodes=_numbers(here, ranks), degrees={}, serial=serial)
+        if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
+            why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
             return dataclasses.replace(start, refused=why, lines=[why])
+        return start
+
+    def _next_plan(self, generation: int, here: dict[int, Presence], shown: dict[str, Inventory]) -> Plan:
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
-        cause, at = over["cause"], over["at"]
-        found, problems = self.memory.newest(self._meeting.beat)
-        saved = self._saved(before.serial)
-        step = max(found.step if found else 0, on_disk := saved.step if saved else 0)
-        load, source = None, "its start: neither memory nor disk has a whole step"
-        if found and step == found.step:
-            load, source = str(found.directory), f"step {step} in memory"
-        elif saved:
-            load, source = str(saved.directory), f"step {step} on disk: memory has no newer one"
+        cause, at, saved = over["cause"], over["at"], self._saved(before.serial)
+        step = _source(list(shown.values()), saved).step
         blamed = list(before.blamed) if step == before.step else []
         if over["blamed"] is not None:
             blamed.append(over["blamed"])
         # As where a device is broken: without it the others may go on.
-        bad = [rank for rank in here if _rests(rank, blamed)]
-        fit = [rank for rank in here if rank not in bad]
+        bad = [rank for rank in sorted(here) if _rests(rank, blamed)]
+        fit = [rank for rank in sorted(here) if rank not in bad]
         degrees = layout_for(self._config, len(fit))
         why = ""
         if len(blamed) >= _MOST_TRIES or not fit:
@@ -210,27 +227,33 @@ class Keeper:
         elif degrees is None:
             why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
         if why or degrees is None:
-            rest = f"; --load auto continues from step {on_disk}" if saved else ", without a checkpoint on disk"
+            last = self._last_on_disk(shown[self.memory.node], saved)
+            rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
             line = f"{cause}, and the run ends: {why}{rest}"
-            return Plan(present=here, members=[], degrees={}, refused=why, lines=[line])
-        ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+            return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=[line])
+        members = fit[: degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]]
+        # Those that train bring the state: what a node without them has is out of reach.
+        source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
-        lines = [f"in memory, {problem}" for problem in problems]
+        lines = [f"in memory, {problem}" for problem in source.problems]
         if bad:
             rest = f"rests {_SECONDS_OF_REST / 60:g} minutes"
             lines.append(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
-        lines.append(f"{cause}: {counted(ranks, 'rank')} ({layout}) continue from {source}")
+        lines.append(f"{cause}: {counted(len(members), 'rank')} ({layout}) continue from {source.words}")
         interval = self._config.checkpoint.save_interval
-        due = step - step % interval if interval and isinstance(self._checkpoints, Path) else 0
-        if due > on_disk:
+        due = source.step - source.step % interval if interval and isinstance(self._checkpoints, Path) else 0
+        if is_due := due > (saved.step if saved else 0):
             lines.append(f"the checkpoint of step {due} was not written: the next step is saved")
         return Plan(
-            present=here,
-            members=fit[:ranks],
+            present=sorted(here),
+            members=members,
+            nodes=_numbers(here, members),
             degrees=degrees,
-            load=load,
-            step=step,
-            saves=due > on_disk,
+            load=source.load,
+            slot=source.slot,
+            parts=source.parts,
+            step=source.step,
+            saves=is_due,
             serial=before.serial,
             blamed=blamed,
             cause=cause,
@@ -239,14 +262,26 @@ class Keeper:
             lines=lines,
         )
 
-    def _saved(self, serial: int) -> Whole | None:
+    def _last_on_disk(self, of_memory: Inventory, saved: _Source | None) -> int:
+        """The step of the last checkpoint on disk, or 0, once what this node's memory has of a later one is there."""
+        source, last = _source([of_memory], saved), saved.step if saved else 0
+        if source.slot and source.step > last and isinstance(self._checkpoints, Path):
+            try:
+                save_slot(self.memory.path / source.slot, self._checkpoints)
+                return source.step
+            except OSError as error:
+                _say(f"step {source.step} in memory could not be saved: {error}")
+        return last
+
+    def _saved(self, serial: int) -> _Source | None:
         """The newest checkpoint that this run has on disk; the first has that serial number."""
         if isinstance(self._checkpoints, Path):  # to list a store may start threads
             for directory in published(self._checkpoints):
                 with contextlib.suppress(CheckpointError, OSError):
                     manifest = read_manifest(directory)
                     if manifest.serial >= serial and not manifest.is_in_doubt:
-                        return Whole(step=manifest.step, directory=directory)
+                        words = f"step {manifest.step} on disk: memory has no newer one"
+                        return _Source(step=manifest.step, words=words, load=str(directory))
         return None
 
     # ---- a generation
@@ -336,20 +371,35 @@ class Keeper:
         prepare_signals()
         if self.signal and not generation:
             signal.raise_signal(self.signal)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        size = len(plan.members)
+        attempt, me = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), plan.members.index(self._meeting.rank)
         os.environ |= {
-            "RANK": str(plan.members.index(self._meeting.rank)),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
+            "RANK": str(me),
+            "WORLD_SIZE": str(len(plan.members)),
+            "LOCAL_WORLD_SIZE": str(plan.nodes.count(plan.nodes[me])),
             "TORCHELASTIC_RESTART_COUNT": f"{attempt}-{generation}",
         }
         if self._meeting.size > 1:
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(
-                True
-            )  # a keeper's, or the launcher's: never this process's
+            # The store is a keeper's, or the launcher's: never this process's.
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
         status = self._train(plan, generation)
         importlib.import_module("megacore.train.launch").exit_with(status)
+
+
+def _source(nodes: Sequence[Inventory], saved: _Source | None) -> _Source:
+    """The newest whole step of the memory of some nodes, or a newer one that is saved."""
+    slot, parts, problems = newest(nodes)
+    if slot and (saved is None or slot.step >= saved.step):
+        return _Source(
+            step=slot.step, words=f"step {slot.step} in memory", slot=slot.name, parts=parts, problems=problems
+        )
+    start = _Source(step=0, words="its start: neither memory nor disk has a whole step")
+    return dataclasses.replace(saved or start, problems=problems)
+
+
+def _numbers(here: Mapping[int, Presence], ranks: Sequence[int]) -> list[int]:
+    """The number of the node of each of some ranks: the first has 0."""
+    nodes = list(dict.fromkeys(here[rank].node for rank in ranks))
+    return [nodes.index(here[rank].node) for rank in ranks]
 
 
 def _rests(rank: int, blamed: Sequence[int]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megacore.config.nodes import launcher_number
+from megacore.survive.copies import Inventory, Slot
 
 NOBODY = -1
 BEAT_SECONDS = 1.0
@@ -29,7 +30,10 @@ class Plan:
     present: list[int]  # the keepers that have met
     members: list[int]  # those whose children train, by rank
     degrees: dict[str, int]  # of the run's layout that are other than at its start
+    nodes: list[int]  # the number of the node that each member is on
     load: str | None = None  # the checkpoint to continue from; None: the run's own, as at its start
+    slot: str | None = None  # it is this one of the nodes' memory
+    parts: Sequence[Sequence[int]] = ()  # of it, which each of the nodes has
     step: int = 0  # that it continues after
     saves: bool = False  # whether its first step is to be saved
     serial: int = 0  # of the first checkpoint that this run publishes
@@ -46,19 +50,20 @@ class Presence:
     """A keeper, as the others know it."""
 
     host: str
+    node: str  # a name of its memory, which all keepers on its machine have in common
     pid: int
 
 
 class Meeting:
     """This keeper's part in the meetings of a job. Every method raises RuntimeError where the store is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str) -> None:
         self.rank, self.size = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, low=1)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # Where there is no launcher with a store, the first keeper serves one.
         self._serves = self.size > 1 and self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         self._store: Any = dist.PrefixStore(f"megacore/survive/{attempt}", _store(self.size, serves=self._serves))
-        self._host = socket.gethostname()
+        self._node = node
         # Of others: the last, since when it is silent, and when this keeper last looked.
         self._beats: dict[int, tuple[bytes, float, float]] = {}
         self._beat, self._beaten = 0, 0.0
@@ -75,12 +80,22 @@ class Meeting:
 
     def enter(self, generation: int) -> None:
         """This keeper is ready for a generation: its child of the one before is gone."""
-        self._put(generation, f"present/{self.rank}", asdict(Presence(host=self._host, pid=os.getpid())))
+        own = Presence(host=socket.gethostname(), node=self._node, pid=os.getpid())
+        self._put(generation, f"present/{self.rank}", asdict(own))
 
     def present(self, generation: int) -> dict[int, Presence]:
         """The keepers that are ready for it."""
         found = {rank: self._got(generation, f"present/{rank}") for rank in range(self.size)}
         return {rank: Presence(**content) for rank, content in found.items() if content is not None}
+
+    def show(self, generation: int, inventory: Inventory) -> None:
+        """Say what the memory of this node has, once its children of the generation before are gone."""
+        self._put(generation, f"memory/{self._node}", asdict(inventory))
+
+    def shown(self, generation: int, node: str) -> Inventory | None:
+        """What the memory of a node has; None: it has not been said."""
+        content = self._got(generation, f"memory/{node}")
+        return content and Inventory(**{**content, "slots": [Slot(**slot) for slot in content["slots"]]})
 
     def propose(self, generation: int, plan: Plan) -> bool:
         """Make this the plan, unless there is one; whether it is."""
@@ -132,7 +147,7 @@ class Meeting:
         return [rank for rank in ranks if self._is_lost(rank, known.get(rank))]
 
     def _is_lost(self, rank: int, known: Presence | None) -> bool:
-        if known is not None and known.host == self._host and has_ended(known.pid):
+        if known is not None and known.node == self._node and has_ended(known.pid):
             return True
         key, now = f"beat/{rank}", time.monotonic()
         beat = self._store.get(key) if self._store.check([key]) else b""

@@ -4,14 +4,12 @@ rectangular blocks per parameter; replicas of the same share their writing out."
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,17 +22,15 @@ from megacore.checkpoint.state import BUFFERS, WEIGHTS, TrainingState, spec_of_s
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
 from megacore.config.optimizers import StateKind
-from megacore.errors import StorageError
 from megacore.files import replace_bytes
-from megacore.parallel.mesh import Mesh, ReplicaRole
+from megacore.parallel.mesh import Mesh, ReplicaRole, host_group
 from megacore.parallel.sharding import ShardSpec, Slices
-from megacore.survive.copies import NO_SHA256, SLOTS, remove_older
+from megacore.survive.copies import NO_SHA256, SLOTS, make_room, record_of, remove_older
 from megacore.survive.meeting import Plan
+from megacore.survive.peers import PeerCopies
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
-
-_SECONDS_FOR_ROOM = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +46,20 @@ class Block:
 
 
 class StateInMemory(Callback):
-    """Writes the state of a trainer into `directory`, that of a node's memory, every `interval` steps. `generation`: of
-    the run, whose older ones are removed once this one has a whole step."""
+    """Writes the state of a trainer into a node's memory, and into that of another node if there is one.
 
-    def __init__(self, trainer: Trainer, directory: Path, generation: int, interval: int) -> None:
+    Args:
+        trainer: whose state it is.
+        directory: of this node's memory.
+        generation: of the run, whose older ones are removed once this one has a whole step.
+        interval: steps from one state that is kept to the next.
+        nodes: the number of the node of each rank.
+    """
+
+    def __init__(self, trainer: Trainer, directory: Path, generation: int, interval: int, nodes: Sequence[int]) -> None:
+        rank = trainer.mesh.world.rank
+        self._is_first_of_node = nodes.index(nodes[rank]) == rank
+        self._peers = PeerCopies(host_group(trainer.mesh), nodes) if max(nodes) else None
         self._trainer, self._interval, self._written = trainer, interval, 0
         self._memory, self._generation = directory, generation
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
@@ -70,15 +76,21 @@ class StateInMemory(Callback):
         if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row:
             return
         begun = time.monotonic()
-        if self._written == 1 and run.mesh.world.is_first:
+        if self._peers is not None:
+            self._peers.finish()
+        if self._written == 1 and self._is_first_of_node:
             remove_older(self._memory, self._generation)  # every rank has written the first: it took part in a step
         self._write(trainer.state())
         self.seconds += time.monotonic() - begun
 
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        if self._peers is not None:
+            self._peers.finish()  # else the rank that waits for this part finds this one gone
+
     @torch.no_grad()
     def _write(self, state: TrainingState) -> None:
         mesh, number = self._trainer.mesh, self._written % SLOTS
-        slot, record = self._slots[number], f"rank-{mesh.world.rank:05d}.json"
+        slot, record = self._slots[number], record_of(mesh.world.rank)
         (slot / record).unlink(missing_ok=True)
         blocks = list(blocks_of(state, mesh))
         if not self._targets[number]:
@@ -105,7 +117,10 @@ class StateInMemory(Callback):
         )
         del manifest["tensors"]
         text = json.dumps({**manifest, "files": files, "ranks": mesh.world.size})
-        replace_bytes(slot / record, f'{text[:-1]}, "tensors": {self._tables}}}'.encode(), durable=False)
+        content = f'{text[:-1]}, "tensors": {self._tables}}}'.encode()
+        replace_bytes(slot / record, content, durable=False)
+        if self._peers is not None:
+            self._peers.start(slot, content, self._files[number])
         self._written += 1
 
     def _map(self, slot: Path, number: int, blocks: list[Block]) -> None:
@@ -128,7 +143,7 @@ class StateInMemory(Callback):
         for file, members in files.items():
             shapes = {b.name: (NAMES[b.tensor.dtype], tuple(b.tensor.shape)) for b in members}
             head, size = header_of(shapes), sum(block.tensor.nbytes for block in members)
-            memory = _room(slot / file, head, len(head) + size)
+            memory = make_room(slot / file, head, len(head) + size)
             self._files[number][file], at = memory, len(head)
             for block in members:
                 flat = torch.frombuffer(memory, dtype=block.tensor.dtype, count=block.tensor.numel(), offset=at)
@@ -136,36 +151,6 @@ class StateInMemory(Callback):
                 at += block.tensor.nbytes
         self._targets[number] = [targets[block.kind, block.name, block.number] for block in blocks]
         self._tables = json.dumps(tables)
-
-
-def _room(path: Path, head: bytes, size: int) -> mmap.mmap:
-    """A new file in memory, mapped. Its room is taken now: a page that does not come later would end the process."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        _take(descriptor, size)
-        os.write(descriptor, head)
-        return mmap.mmap(descriptor, size)
-    except OSError as error:
-        raise StorageError(
-            f"--survive keeps two copies of the state in {path.parents[2]}, which has no room for {size:,} bytes more "
-            f"({error.strerror}): leave --survive out, or give /dev/shm more memory (mount -o remount,size=...)"
-        ) from None
-    finally:
-        os.close(descriptor)
-
-
-def _take(descriptor: int, size: int) -> None:
-    """Take room; what an older generation had may go only now (`remove_older`, on another rank)."""
-    deadline = time.monotonic() + _SECONDS_FOR_ROOM
-    while True:
-        try:
-            return os.posix_fallocate(descriptor, 0, size)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def blocks_of(state: TrainingState, mesh: Mesh) -> Iterator[Block]:

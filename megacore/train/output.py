@@ -33,7 +33,7 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
     cannot be written."""
     lock = _claim(config, mesh)
     try:
-        resumed = survival().continued(config)
+        resumed = survival().continued(config, mesh)
         choice = choose_checkpoint(resumed, mesh.world)
         if mesh.world.is_first:
             for problem in choice.refused:

@@ -13,6 +13,7 @@ from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megacore.parallel.mesh import Mesh
     from megacore.train.callbacks import Callback
     from megacore.train.trainer import Trainer
 
@@ -32,8 +33,14 @@ class Survival:
         of the run, or None: this process is to train by itself."""
         return None
 
-    def continued(self, config: C) -> C:
-        """The configuration with what the run continues from after a failure as --load; itself at the start."""
+    @property
+    def recovers(self) -> bool:
+        """Whether the run has begun before, and goes on after a failure."""
+        return False
+
+    def continued(self, config: C, mesh: Mesh) -> C:
+        """The configuration with what the run continues from after a failure as --load; itself at the start. All ranks
+        call this together."""
         return config
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:

@@ -52,7 +52,8 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
-        observers().announce(self, train_data, valid_data)
+        if not survival().recovers:
+            observers().announce(self, train_data, valid_data)
         if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
             say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
         self.train_steps = TrainStep(task, config, mesh)

@@ -112,6 +112,10 @@ class Hosts:
         """Pull the cable of a host: nothing reaches it or comes from it any more, and nobody is told."""
         self._on_switch("ip", "link", "set", f"port{number}", "down")
 
+    def join(self, number: int) -> None:
+        """Plug it in again."""
+        self._on_switch("ip", "link", "set", f"port{number}", "up")
+
     def limit(self, number: int, megabits: int) -> None:
         """Let only so many megabits per second through to a host."""
         shape = ("tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "500ms")
@@ -130,6 +134,7 @@ class Hosts:
         *flags: object,
         nodes: Sequence[int],
         c10d: bool = False,
+        starts: Sequence[int] | None = None,
         **given: object,
     ) -> Iterator[list[Job]]:
         """Start a script on several hosts, with one torchrun on each; the first of them has the store.
@@ -140,6 +145,7 @@ class Hosts:
             script: what each rank runs.
             flags: its flags.
             nodes: the hosts, by number.
+            starts: those of them that start now; None: all.
             c10d: meet by `--rdzv-backend c10d`, otherwise with `--node-rank` and `--master-addr`.
             given: further flags of torchrun.
 
@@ -150,7 +156,10 @@ class Hosts:
         first = self[nodes[0]].name
         common = words(**{"nnodes": len(nodes), "nproc_per_node": per_node, "redirects": 3, **given})
         jobs = []
+        starts = nodes if starts is None else starts
         for node_rank, number in enumerate(nodes):
+            if number not in starts:
+                continue
             if c10d:
                 meet = words(rdzv_backend="c10d", rdzv_endpoint=f"{first}:{PORT}", rdzv_id="job")
             else:
@@ -165,7 +174,7 @@ class Hosts:
         try:
             yield jobs
         finally:
-            for number in nodes:
+            for number in starts:
                 self[number].kill()
             for job in jobs:
                 job.torchrun.wait()

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,7 +169,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path: Path, hosts: Ma
     network = hosts(2)
     given = {**SAME, "tp": 2, "save_interval": 2, "load": "auto", "train_iters": 60}
     flags = small_run(tmp_path / "out", **given)
-    elastic = {"max_restarts": 3, "monitor_interval": 0.2, "rdzv_conf": "last_call_timeout=3"}
+    elastic: dict[str, Any] = {"max_restarts": 3, "monitor_interval": 0.2, "rdzv_conf": "last_call_timeout=3"}
     with network.torchrun(
         tmp_path / "logs", 2, PROGRAM, *flags, nodes=range(2), c10d=True, nnodes="1:2", **elastic
     ) as jobs:
@@ -176,3 +177,41 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path: Path, hosts: Ma
         network[1].kill()
         assert jobs[0].ends(START)[0] == 0, said_by(jobs)
     assert losses(tmp_path / "out") == losses_of_one_process(tmp_path / "alone", **SAME, train_iters=60)
+
+
+LASTING = {**SAME, "global_batch_size": 6, "survive": True, "train_iters": 60}
+
+
+@pytest.mark.parametrize(("count", "per_node", "zero_stage"), [(2, 1, 1), (3, 1, 3), (2, 3, 2)])
+def test_a_run_survives_a_host_and_takes_it_back(
+    tmp_path: Path, hosts: MakeHosts, count: int, per_node: int, zero_stage: int
+) -> None:
+    network, output, logs = hosts(count), tmp_path / "out", tmp_path / "logs"
+    flags = small_run(output, **LASTING, dp=count * per_node, zero_stage=zero_stage)
+    with network.torchrun(logs, per_node, PROGRAM, *flags, nodes=range(count)) as jobs:
+        jobs[0].wait_for_step(3)
+        network[1].kill()
+        until(lambda: recoveries(output) == 1, START, "the run did not continue")
+        with network.torchrun(tmp_path / "back", per_node, PROGRAM, *flags, nodes=range(count), starts=[1]) as back:
+            assert all_end([*jobs[:1], *jobs[2:], *back]) == [0] * count, said_by([*jobs, *back])
+    said = said_by(jobs)
+    assert "on disk" not in said and "its start" not in said, said
+    assert recoveries(output) == 2
+    assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, "survive": None})
+
+
+def test_a_run_survives_a_cut_cable(tmp_path: Path, hosts: MakeHosts) -> None:
+    """The host beyond it is lost, and taken in when it is within reach again."""
+    network, output = hosts(2), tmp_path / "out"
+    flags = small_run(output, **LASTING, dp=2)
+    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(2)) as jobs:
+        jobs[0].wait_for_step(3)
+        network.cut(1)
+        until(lambda: recoveries(output) == 1, START, "the run did not continue")
+        network.join(1)
+        assert all_end(jobs) == [0, 0], said_by(jobs)
+    assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, "survive": None})
+
+
+def recoveries(output: Path) -> int:
+    return (output / "events.jsonl").read_text().count('"recovery"')

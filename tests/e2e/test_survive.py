@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.audit.check import History
+from megacore.audit.ledger import FILE
 from megacore.survive.copies import keepers
 from tests.e2e import launching
 from tests.e2e.launching import END, PROGRAM, START, losses, records_of, small_run, started, under_torchrun
@@ -54,7 +56,7 @@ def check(output: Path, reference: Path, recoveries: int) -> None:
 def test_killed_and_stopped_ranks_are_replaced(layout: dict[str, Any], strikes: list[Any], tmp_path: Path) -> None:
     launching.losses_of_one_process(tmp_path / "alone", **RUN)
     output, ranks = tmp_path / "out", layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
-    flags = small_run(output, survive=True, **RUN, **layout)
+    flags = small_run(output, survive=True, ledger=True, **RUN, **layout)
     with under_torchrun(tmp_path / "logs", ranks, PROGRAM, *flags) as job:
         for step, name, struck in strikes:
             until(lambda: logged(output) >= step, START, job.said())  # noqa: B023
@@ -63,6 +65,9 @@ def test_killed_and_stopped_ranks_are_replaced(layout: dict[str, Any], strikes: 
                 os.kill(of[rank], getattr(signal, f"SIG{name}"))
         assert job.ends(START)[0] == 0, job.said()
     check(output, tmp_path / "alone", len(strikes))
+    history = History(output / FILE)
+    assert [line.kind for line in history.lines].count("start") == 1 + len(strikes)
+    assert sorted(history.steps) == list(range(1, STEPS + 1))
 
 
 def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megacore.parallel.mesh import build_mesh
-from megacore.survive.copies import NodeMemory
+from megacore.parallel.collectives import all_gather_objects, barrier
+from megacore.parallel.mesh import build_mesh, host_group
+from megacore.survive.copies import Inventory, NodeMemory, newest, save_slot, write_manifest
 from megacore.survive.layouts import layout_for
+from megacore.survive.peers import bring
 from megacore.survive.writer import StateInMemory, rectangles
 from tests.distributed import run_distributed
 from tests.parallel.test_checkpoint import assert_equal, stored, whole_state
@@ -23,22 +26,22 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
-    state = StateInMemory(trainer, memory.path, 0, 1)
+    state = StateInMemory(trainer, memory.path, 0, 1, [0] * world_size)
     for step in range(1, 4):
         trainer.train_step(next(trainer.batches))
         state.on_step_begin(trainer, step)
     expected = whole_state(trainer, mesh)
     if rank == 0:
-        found, problems = memory.newest()
+        found, _, problems = newest([memory.inventory()])
         assert found is not None and (found.step, problems) == (3, [])
-        assert_equal(stored(found.directory), expected)
-        for step, slot in ((2, "slot-0"), (0, "slot-1")):
-            damaged = sorted(found.directory.with_name(slot).glob("exp_avg-*"))[-1]
+        assert_equal(stored(save_slot(memory.path / found.name, Path(directory))), expected)
+        for step, slot in ((2, "g0/slot-0"), (0, "g0/slot-1")):
+            damaged = sorted((memory.path / slot).glob("exp_avg-*"))[-1]
             content = bytearray(damaged.read_bytes())
             content[-7] ^= 1 << 3
             damaged.write_bytes(content)
-            whole, problems = memory.newest()
-            assert (whole.step if whole else 0) == step and damaged.name in problems[-1]
+            whole, _, problems = newest([memory.inventory()])
+            assert (whole.step if whole else 0) == step and any(damaged.name in problem for problem in problems)
     memory.leave()
 
 
@@ -53,6 +56,46 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
 )
 def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     run_distributed(write, layout[0] * layout[1] * layout[2], layout, str(tmp_path), changes)
+
+
+def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
+    """A node, which is a directory here, has its parts and those of the node before it; one without any gets all."""
+    config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4, zero_stage=3)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    memory = NodeMemory({"WORLD_SIZE": "2", "MASTER_ADDR": f"{directory}/{nodes[rank]}"}, directory, rank)
+    state = StateInMemory(trainer, memory.path, 0, 1, nodes)
+    trainer.train_step(next(trainer.batches))
+    state.on_step_begin(trainer, 1)
+    state.on_stop(trainer, None)
+    expected = whole_state(trainer, mesh)
+    barrier(mesh.world)
+    found = all_gather_objects((memory.path, memory.inventory()), mesh.world)
+    everywhere, last = list(dict(found).values()), max(nodes)
+    for number, inventory in enumerate(everywhere):
+        own = [r for r, node in enumerate(nodes) if node in (number, (number - 1) % (last + 1))]
+        assert [part for slot in inventory.slots for part in slot.parts] == own
+    assert newest(everywhere[1:])[0] is not None  # one node is lost
+    slot, parts, _ = newest([*everywhere[:-1], Inventory(slots=[], problems=[], free=1 << 30)])
+    assert slot is not None and not parts[-1]
+    is_first = nodes.index(nodes[rank]) == rank
+    if is_first and nodes[rank] == last:
+        shutil.rmtree(memory.path / slot.name)
+    barrier(mesh.world)
+    bring(memory.path / slot.name, parts, nodes, host_group(mesh))
+    if is_first:
+        write_manifest(memory.path / slot.name)
+    barrier(mesh.world)
+    if rank == 0:
+        for path in dict(found):
+            assert_equal(stored(path / slot.name), expected)
+    barrier(mesh.world)
+    memory.leave()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], pytest.param([0, 1, 1, 2], marks=pytest.mark.slow)])
+def test_nodes_keep_the_parts_of_one_another(nodes: list[int], tmp_path: Path) -> None:
+    run_distributed(share, len(nodes), nodes, str(tmp_path))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
