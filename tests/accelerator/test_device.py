@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.accelerator.device import counting, limit_memory, needs_pretend
-from tests.cases import cases
 from tests.distributed import RankFailed, run_distributed
 
 pytestmark = needs_pretend
@@ -247,7 +246,19 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    cases("faults-of-streams", globals()).values(),
+    [
+        (unwaited_gather, r"aten::sum reads memory that all_gather_into_tensor\(float32\[4\]\) at .* still writes"),
+        (waited_on_another_stream, r"aten::mul reads memory that all_reduce\(sum, float32\[4\]\) at .* still writes"),
+        (partial(wrong_tensor, device="cpu"), r"all_reduce\(sum, float32\[4\]\) at .*: a tensor is on cpu"),
+        (partial(wrong_tensor, device="pretend", shape=(4, 4)), r"must be contiguous, and one has strides \(1, 4\)"),
+        (partial(wrong_tensor, device="pretend:0"), r"a tensor is on pretend:0, and this rank's device is pretend:1"),
+        (
+            different_collectives,
+            r"are in different collectives .*\n.*rank 0 .*: all_reduce\(sum, float32\[4\]\) at .*test_device.py:\d+"
+            r".*\n.*rank 1 .*: all_reduce\(sum, float32\[2\]\) at",
+        ),
+        (different_order_of_transfers, r"wait for each other, which hangs on a device:\n.* send float32\[4\] to rank"),
+    ],
     ids=["no wait", "another stream", "host", "strides", "another device", "collectives", "order"],
 )
 def test_a_planted_fault_is_caught_at_once(fault: Any, said: str) -> None:

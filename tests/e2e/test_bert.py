@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megacore.data.tokenizers.tokenizer import load_tokenizer
-from tests.cases import cases
 from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, only_starts, records_of, small_run, words
 from tests.e2e.test_pretrain import entropy
 from tools.fill_mask import main as fill_mask
@@ -164,7 +163,13 @@ def test_a_gpt_is_no_bert_and_the_other_way_round(
 
 @pytest.mark.parametrize(
     ("inputs", "changes", "message"),
-    cases("not-for-bert", globals()).values(),
+    [
+        ({}, {"sentence_task": "sop", "bert_style": "modern"}, "--sentence-task sop needs pairs"),
+        ({}, {"causal": True}, "--causal is not a flag"),
+        ({}, {"hidden_size": 1 << 17, "device": "cpu"}, "the model needs at least "),
+        ({"tokenizer": "bpe", "data_path": "bpe-split_text_sentence"}, {}, "[MASK]"),
+        ({"data_path": "wordpiece-whole_text_document"}, {}, "--split-sentences"),
+    ],
 )
 def test_what_bert_cannot_use_is_refused(
     corpus: Corpus, tmp_path: Path, inputs: dict[str, str], changes: dict[str, object], message: str

@@ -26,7 +26,6 @@ from megacore.checkpoint.manifest import sealed
 from megacore.commands.pretrain_gpt import read_config
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from megacore.errors import ConfigError
-from tests.cases import cases
 from tests.e2e.launching import PROGRAM, alone, needs_proc, only_starts, run_cold, small_run, under_torchrun
 from tests.unit import data_bytes
 
@@ -160,7 +159,35 @@ def flipped_bit(file: Path) -> None:
 
 
 # One of each way on which an input is read. What else is wrong with a file is told from it in the tests of its reader.
-BROKEN_INPUTS = cases("broken-inputs", globals())
+BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
+    "directory for a result": (lambda i: (i / "out/config.toml").mkdir(parents=True), "its config.toml is a directory"),
+    "wrong magic": (lambda i: (i / "data.idx").write_bytes(b"GARBAGE" * 5), "data.idx: wrong magic"),
+    "short bin": (lambda i: os.truncate(i / "data.bin", 4798), "data.bin: 4798 bytes long, shorter than"),
+    "token beyond the vocabulary": (token_too_large, "sequence 50 holds the token id 64"),
+    "garbage tokenizer": (garbage_for_a_tokenizer, "x.json: not a `tokenizers` JSON file"),
+    "directory without a tokenizer": (empty_tokenizer_directory, "no tokenizer in this directory"),
+    "tokenizer beyond the vocabulary": (
+        lambda inputs: {"tokenizer": inputs / "tokenizer", "vocab_size": 59},
+        "--vocab-size 59 is smaller than the vocabulary of the tokenizer",
+    ),
+    "no checkpoint": (lambda inputs: {"load": inputs / "tokenizer"}, "run's output directory, or --load auto"),
+    "checkpoint of Megatron-LM where the run saves": (of_another_trainer("iter_0001000"), "Megatron-LM: use python"),
+    "checkpoint of DeepSpeed where the run saves": (of_another_trainer("global_step9"), "DIR, and then --pretrained-"),
+    "model of Hugging Face's where the run saves": (of_another_trainer("model.safetensors"), "--from hf --to megacore"),
+    "damaged manifest": (
+        damaged(lambda file: os.truncate(file, 99), "manifest.json"), "manifest.json cannot be read as a manifest",
+    ),
+    "manifest of no optimizer": (
+        damaged(manifest_without_optimizer, "manifest.json"), "does not say which model and optimizer it is of",
+    ),
+    "another tokenizer": (another_tokenizer, "is not the one that"),
+    "lost shard": (damaged(Path.unlink), "the checkpoint is incomplete"),
+    "flipped bit": (damaged(flipped_bit), "does not have the XXH3 of its manifest"),
+    "other shape": (
+        lambda inputs: {"load": inputs / "trained", "hidden_size": 128, "ffn_hidden_size": 256},
+        "--hidden-size 64 there, 128 here",
+    ),
+}  # fmt: skip
 
 
 def run_with(inputs: Path, breaking: Break) -> list[str]:

@@ -19,7 +19,6 @@ import pytest
 from benchmarks.hangs import healthy, trials
 from megacore.job_directory import job_directories
 from megacore.watch.record import LedgerFile
-from tests.cases import cases
 from tests.e2e.hanging import HANG
 from tests.e2e.launching import (
     END,
@@ -133,7 +132,21 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "plan", "words"),
-    cases("hangs", globals()).values(),
+    [
+        ({"dp": 2}, {"rank": 1, "at": "data", "call": 31, "fault": "sleep"}, ["data (next batch)", "hanging.py"]),
+        ({"dp": 2}, {"rank": 1, "at": "posted", "call": 31, "fault": "spin"}, ["all-reduce", "hanging.py"]),
+        (
+            {"pp": 2},
+            {"rank": 1, "at": "forward", "call": 31, "fault": "lock"},
+            ["forward of microbatch", "hold_the_interpreter"],
+        ),
+        # The sum over pp. Until the next one the stages exchange only messages: they wait for each other.
+        (
+            {"dp": 2, "pp": 2, "log_interval": 1000},
+            {"rank": 0, "at": "collective", "call": 16, "fault": "skip-last"},
+            ["left the order"],
+        ),
+    ],
     ids=["sleeps", "spins", "holds the interpreter", "leaves a collective out"],
 )
 def test_what_a_rank_hangs_in_is_named(

@@ -24,7 +24,6 @@ from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifes
 from megacore.commands.pretrain_gpt import trainer_of
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import needs_pretend
-from tests.cases import cases
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config
 
@@ -159,7 +158,21 @@ def forged(run: Path) -> None:
 
 
 NOT_SAVED = f"wrong: {SAVED}: no line has its manifest.json: it was changed, or saved while no ledger was written"
-TAMPERINGS = cases("tampered-runs", globals())
+TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of a weight": (flipped("model"), rf"^wrong: {SAVED}: model of \S+ is not what line \d+ says$"),
+    "a bit of a moment": (flipped("exp_avg"), rf"^wrong: {SAVED}: exp_avg of \S+ is not what line \d+ says$"),
+    "a bit, and new checksums": (forged, rf"^{NOT_SAVED}\nwrong: {SAVED}: model of \S+ is not what"),
+    "the position": (lambda run: resealed(run, consumed_samples=20), rf"{NOT_SAVED}\nwrong: {SAVED}: cons"),
+    "the learning rate": (rewritten(lr="0x1p-10"), r"^wrong: line \d+ of \S+ was changed"),
+    "the samples": (rewritten(samples=[8, 12]), r"^wrong: line \d+ of \S+ was changed"),
+    "the loss, sealed": (rewritten(loss="0x1p+2", seals="one"), r"^wrong: line \d+ of \S+ does not follow line"),
+    "the samples, all sealed": (rewritten(samples=[8, 12], seals="all"), r"^wrong: line \d+ of \S+ has step 4 from"),
+    "the state, all sealed": (rewritten(state={"model": "0" * 16}, seals="all"), r"has other model after step 4"),
+    "the loss, all sealed": (rewritten(loss="0x1p+2", seals="all"), r"^wrong: \S+ has no line with the seal"),
+    "a line less": (reordered(lambda lines: lines[:3] + lines[4:]), r"^wrong: line 4 of \S+ does not follow line 3"),
+    "lines in another order": (reordered(lambda lines: [*lines[:2], lines[3], lines[2]]), r"^wrong: line 3 "),
+    "no last line": (reordered(lambda lines: lines[:-1]), r"^wrong: \S+ has no line with the seal"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TAMPERINGS)
@@ -180,7 +193,26 @@ BROKEN: dict[str, Any] = {
     "megacore.optim.update.all_reduce_tied_": lambda gradient, holders: gradient,
 }
 AGREES = r"ledger.jsonl: steps up to 6, computed again, agree bit for bit"
-AGAIN = cases("steps-again", globals())
+AGAIN: dict[str, tuple[int, str, str | None, str]] = {
+    "one process": (1, "", None, AGREES),
+    "pp": (2, "--pp 2", None, AGREES),
+    "tp": (2, "--tp 2 --sequence-parallel", None, AGREES),
+    "zero": (2, "--zero-stage 3", None, AGREES),
+    "another rate": (1, "--lr 0.002", None, r"^wrong: step 5 .*: lr 9\.5.* and 0\.00019"),
+    "other samples": (1, "--seed 5", None, r"^wrong: step 5 \(line \d+\): data .*: the samples with these numbers"),
+    "another line of code": (
+        1,
+        "",
+        "megacore.optim.update.clip_factor",
+        r"^wrong: step 5 .*: state .*; first .*, \d+ of",
+    ),
+    "a lost all-reduce": (
+        2,
+        "--pp 2",
+        "megacore.optim.update.all_reduce_tied_",
+        r"^wrong: step 5 .*: norm .*: the backward",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", AGAIN)

@@ -45,7 +45,6 @@ from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
-from tests.cases import cases
 from tests.distributed import run_distributed
 from tests.e2e.launching import alone, words
 from tests.parity.bert_twins import classic_twin, modern_twin
@@ -454,7 +453,11 @@ def test_the_mixture_computes_what_the_dense_model_does(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("name", "experts", "flags", "said"),
-    cases("impossible-conversions", globals()).values(),
+    [
+        ("gpt2", 4, {}, "has biases in its linear layers"),
+        ("mistral", 2, {"moe_router_topk": 3}, "--moe-router-topk 3 must be at most --num-experts 2"),
+        ("mistral", 4, {"moe_router_topk": 1}, "--moe-router-topk 1 gives every expert the weight 1"),
+    ],
 )
 def test_what_cannot_be_is_refused(
     name: str, experts: int, flags: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -28,7 +28,6 @@ from megacore.train import step
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from tests.cases import cases
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.matrix.programs import PROGRAMS
@@ -349,7 +348,13 @@ def test_generation_is_that_of_transformers_and_stops(pair: tuple[nn.Module, Pat
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    cases("refused-evaluations", globals()).values(),
+    [
+        ({"context": 41}, "a context of 41 tokens is more than the model's 40 positions: use 40 or less"),
+        ({"context": 10, "stride": 11}, "--stride 11 is more than the context of 10 tokens: use 10 or less"),
+        ({"data_path": "nowhere"}, "give texts with --input FILE..., or a dataset with --data-path PREFIX"),
+        ({"input": "nowhere.txt"}, "--input nowhere.txt cannot be read"),
+        ({"per_document": "nowhere/each"}, "--per-document nowhere/each cannot be written: name a file in a directory"),
+    ],
     ids=str,
 )
 def test_refusals(

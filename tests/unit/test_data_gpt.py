@@ -33,7 +33,6 @@ from megacore.data.indexed.sidecar import loss_mask_prefix
 from megacore.data.indexed.writer import IndexedWriter, merge
 from megacore.data.loading.loader import BatchLoader, Microbatch
 from megacore.errors import DataError
-from tests.cases import cases
 from tests.patience import patience
 from tests.unit import data_bytes
 from tests.unit.hostile import Payload
@@ -569,7 +568,28 @@ def pipe(prefix: Path) -> None:
 
 
 LENGTHS_AT, POINTERS, BOUNDARIES = 34, 34 + 6 * 4, 34 + 6 * 12
-BROKEN = cases("broken-datasets", globals())
+BROKEN: dict[str, tuple[Damage, str]] = {
+    "no idx": (removed("idx"), r"d\.idx: No such file"),
+    "no bin": (removed("bin"), r"d\.bin: No such file"),
+    "empty idx": (cut("idx", 0), r"d\.idx: 0 bytes are too few for the 34-byte header"),
+    "wrong magic": (patched(0, "<B", 0x4E), r"d\.idx: wrong magic"),
+    "version": (patched(9, "<Q", 2), r"d\.idx: version 2; only version 1"),
+    "big-endian": (patched(9, ">Q", 1), r"d\.idx: written big-endian"),
+    "dtype": (patched(17, "<B", 9), r"d\.idx: unknown dtype code 9"),
+    "another dtype": (patched(17, "<B", 4), r"d\.bin: 22 bytes long, shorter than the 30"),
+    "idx cut": (cut("idx", -1), r"d\.idx: 145 bytes long, but its header announces 6 sequences"),
+    "idx longer": (longer("idx"), r"d\.idx: 148 bytes long"),
+    "2^62 sequences": (patched(18, "<Q", 1 << 62), r"d\.idx: .* announces 4611686018427387904 sequences"),
+    "bin empty": (cut("bin", 0), r"d\.bin: 0 bytes long, shorter than the"),
+    "bin shorter": (cut("bin", -2), r"d\.bin: 20 bytes long, shorter than the 22 that d\.idx describes"),
+    "bin longer": (longer("bin"), r"d\.bin: 24 bytes long, longer than the 22"),
+    "pointer": (patched(POINTERS + 8, "<q", 8), r"d\.idx: sequence 1 starts at byte 8, expected 6"),
+    "negative length": (patched(LENGTHS_AT + 8, "<i", -2), r"d\.idx: sequence 2 has the negative length -2"),
+    "zeros": (zeroed, r"d\.bin: 22 bytes long, longer than the 0 that d\.idx describes"),
+    "a pipe": (pipe, r"d\.idx: is not a regular file"),
+    "first boundary": (patched(BOUNDARIES, "<q", 1), r"d\.idx: document boundaries run from 1 to 6, expected 0 to 6"),
+    "boundaries backwards": (patched(BOUNDARIES + 8, "<q", 4), "document 1 ends at sequence 3, before it starts at 4"),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

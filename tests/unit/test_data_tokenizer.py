@@ -32,7 +32,6 @@ from megacore.data.tokenizers.tokenizer import (
 from megacore.data.tokenizers.training import WORDPIECE_TOKENS, TokenizerKind, train_tokenizer
 from megacore.data.tokenizers.words import GPT2, LLAMA3, QWEN2, Division
 from megacore.errors import DataError
-from tests.cases import cases
 from tests.unit import data_bytes
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -222,7 +221,24 @@ def sentencepiece_writing(text: bytes) -> bytes:
     return pieces + part(3, part(2, table))
 
 
-BROKEN = cases("broken-tokenizers", globals())
+BROKEN = {
+    "missing": (None, "no such tokenizer"),
+    "empty.json": (b"", "the tokenizer file is empty"),
+    "empty.model": (b"", "the tokenizer file is empty"),
+    "text.json": (b"hello", "not a `tokenizers` JSON file"),
+    "bytes.json": (b"\xff\xfe\x00", "not a `tokenizers` JSON file"),
+    "other.json": (b'{"model": {"type": "Nonsense"}}', "not a `tokenizers` JSON file"),
+    "deep.json": (b"[" * 100_000, "not a `tokenizers` JSON file"),
+    "grows.json": (with_steps(normalizer=replacing(*[("a", "a" * 10)] * 8)), "text 100,000,000 times as long"),
+    "cascades.json": (with_steps(normalizer=replacing(("a", "b" * 20), ("b", "c" * 20))), "text 400 times as long"),
+    "inserts.json": (
+        with_steps(decoder={"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 200}),
+        "text 201 times as long",
+    ),
+    "grows.model": (sentencepiece_writing(b"b" * 5000), "text 278 times as long"),
+    "text.model": (b"hello", "not a SentencePiece model"),
+    "pickle.model": (pickle.dumps({"vocab": 1}), "not a SentencePiece model"),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

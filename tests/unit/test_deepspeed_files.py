@@ -25,7 +25,6 @@ from megacore.config.flags import all_fields
 from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.errors import CheckpointError
 from megacore.optim.lr_schedules import learning_rate, momentum
-from tests.cases import cases
 from tests.e2e.launching import words
 from tests.unit import refusals
 from tests.unit.hostile import Payload
@@ -117,7 +116,17 @@ def test_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "field", "wrong", "problem"),
-    cases("malformed-fields", globals()).values(),
+    [
+        ("model", "module", ["x"], "its module is not a table"),
+        ("model", "buffer_names", [{}], "its buffer_names is not a list of names"),
+        ("model", "shared_params", {"tied": ["x"]}, "its shared_params is not"),
+        ("model", "param_shapes", [{"a.weight": (2.5,)}], "its param_shapes is not"),
+        ("model", "frozen_param_shapes", {"f": torch.ones(2)}, "its frozen_param_shapes is not"),
+        ("optim", "partition_count", torch.ones(3), "its partition_count is not"),
+        ("optim", "fp32_flat_groups", [torch.ones(1).expand(1 << 40)], "but its tensors would take 4,398"),
+        ("optim", "fp32_flat_groups", [torch.ones(4, device="meta")], "of shape [4] has no numbers"),
+        ("optim", "fp32_flat_groups", [torch.ones(99, dtype=torch.complex64)], "is of torch.complex64"),
+    ],
 )
 def test_a_malformed_field_is_refused_by_name(
     file: str, field: str, wrong: Any, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

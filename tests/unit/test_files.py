@@ -72,7 +72,6 @@ from megacore.observe.sinks import keep_until
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.progress import Bars, Progress
 from megacore.safe_json import read_object
-from tests.cases import cases
 from tests.parity.runs import make_config, make_trainer
 from tests.patience import patience
 
@@ -397,7 +396,19 @@ def test_a_manifest_of_an_older_version_is_written_as_it_was_read(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("place", "change", "problem"),
-    cases("contradictions-of-manifests", globals()).values(),
+    [
+        (("step",), 0, "step is 0, but its directory's name says 3"),
+        (("step",), 4, "step is 4, but its directory's name says 3"),
+        (("consumed_samples",), 0, "consumed_samples is 0 after step 3"),
+        (("topology",), {}, "topology is {}: it does not name"),
+        (("topology", "pp"), 0, "topology is .*: it does not name"),
+        (("schema",), 3, "schema is 3, but its tensors are those of schema 2"),
+        (("schema",), 4, "schema 4, but this version reads schemas 2 and 3"),
+        (("files", "model.safetensors", "sha256"), None, "sha256 is not a text"),
+        (("files", "model.safetensors", "sha256"), "", "sha256 is not a digest of 64 hexadecimal digits"),
+        (("files", "model.safetensors", "xxh3_128"), None, "xxh3_128 is not a text"),
+        (("tokenizer",), "0" * 64, "but no file of it is listed"),
+    ],
 )
 def test_a_value_that_contradicts_the_rest_is_refused_by_name(
     place: Place, change: Any, problem: str, tmp_path: Path
@@ -458,7 +469,17 @@ PINWHEEL: list[Box] = [([0, 0], [2, 1]), ([2, 0], [3, 2]), ([1, 2], [3, 3]), ([0
 
 @pytest.mark.parametrize(
     ("shape", "boxes", "expected"),
-    cases("pieces", globals()).values(),
+    [
+        ([], [([], [])], True),
+        ([], [([], []), ([], [])], False),
+        ([0, 3], [([0, 0], [0, 3])], True),
+        ([4], [([0], [4]), ([4], [4])], False),
+        ([4], [([0], [5])], False),
+        ([3, 3], PINWHEEL, True),
+        ([2, 2], [([0, 0], [2, 1]), ([0, 0], [2, 1])], False),  # as many elements as the tensor
+        ([2] * 20, [([0] * 20, [1] * 20)] * 4, False),
+        ([4, 4], [], False),
+    ],
 )
 def test_pieces_by_hand(shape: list[int], boxes: list[Box], expected: bool) -> None:
     assert is_tiled(entry(shape, boxes)) == expected

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 
 from megacore.convert.hf_directory import open_directory
-from tests.cases import cases
 from tests.e2e.launching import words
 from tests.patience import patience
 from tests.unit.hostile import Payload
@@ -100,7 +99,80 @@ def all_of(*harms: Harm) -> Harm:
 LEADS_OUT, HAS_FEW = " is a link that leads out of the directory", "has 300 tensors, too few for the "
 OTHER_SHAPES = "does not hold what its config.json describes"
 TWICE = f'{{"a": {json.dumps(entry(0, 16))}, "a": {json.dumps(entry(0, 16))}}}'.encode()
-HOSTILE = cases("hostile-directories", globals())
+HOSTILE: dict[str, tuple[Harm, str]] = {
+    "pickled weights": (
+        all_of(gone("model.safetensors"), pickled("pytorch_model.bin")),
+        "pytorch_model.bin, a pickle.* save_pretrained, which writes safetensors",
+    ),
+    "pickle as safetensors": (pickled("model.safetensors"), "model.safetensors is not safetensors"),
+    "pickle in the index": (
+        all_of(pickled("weights.bin"), names("weights.bin")), "names 'weights.bin', which is not a .safetensors file",
+    ),
+    "remote code": (
+        all_of(
+            lambda path: holds("evil.py", f"import os; os.mkdir({str(path.parent / 'marker')!r})")(path),
+            config(auto_map={"AutoModelForCausalLM": "evil.Model"}),
+        ), "auto_map is {.*, but megacore has only None or {}",
+    ),
+    "name upwards": (names("../outside.safetensors"), r"names a file outside itself, '\.\./outside"),
+    "name absolute": (
+        lambda path: names(str(path.parent / "outside.safetensors"))(path), "names a file outside itself, '/",
+    ),
+    "name below": (
+        all_of(lambda path: (path / "below").mkdir(), names("below/model.safetensors")),
+        "names a file outside itself, 'below/",
+    ),
+    "name with a null": (names("model\0.safetensors"), "names a file outside itself"),
+    "link to weights": (links("model.safetensors", "../outside.safetensors"), "model.safetensors" + LEADS_OUT),
+    "link to a tokenizer": (links("tokenizer.json", "/etc/passwd"), "tokenizer.json" + LEADS_OUT),
+    "link to a config": (
+        all_of(lambda path: (path / "config.json").rename(path.parent / "c"), links("config.json", "../c")),
+        "config.json" + LEADS_OUT,
+    ),
+    "link in a ring": (links("model.safetensors", "model.safetensors"), "is missing|has no model.safetensors"),
+    "pipe as config": (
+        all_of(gone("config.json"), lambda path: os.mkfifo(path / "config.json")), "config.json is not a regular file",
+    ),
+    "huge header": (header(b"{}", 10**18), "not safetensors: its header would have 1,000,000,000,000,000,000 bytes"),
+    "huge header in a huge file": (
+        all_of(header(b"{}", 1 << 30), sparse("model.safetensors", 1 << 33)),
+        "is not safetensors: its header would have 1,073,741,824 bytes",
+    ),
+    "overlapping": (header({"a": entry(0, 16), "b": entry(8, 24)}, data=24), "b overlaps another tensor"),
+    "gap": (header({"a": entry(0, 16), "b": entry(32, 48)}, data=48), "b leaves a gap before it"),
+    "beyond the end": (header({"a": entry(0, 1 << 40, shape=(1 << 38,))}), "its tensors end at"),
+    "overflowing": (header({"a": entry(0, 16, shape=(1 << 40, 1 << 40))}), "which do not fit its shape"),
+    "negative": (header({"a": entry(0, 16, shape=(-4,))}), "no lists of counts"),
+    "fractional": (header({"a": entry(0, 16, shape=(4.0,))}), "no lists of counts"),
+    "unknown dtype": (header({"a": entry(0, 16, dtype="F4_E2M1X")}), "has the dtype 'F4_E2M1X'"),
+    "twice": (header(TWICE, data=16), "'a' is there twice"),
+    "deep header": (header(DEEP), "nested too deep"),
+    "deep config": (holds("config.json", DEEP), "nested too deep"),
+    "deep index": (holds(INDEX, DEEP), "nested too deep"),
+    "large config": (sparse("config.json", 1 << 33), "config.json has 8,589,934,592 bytes, more than"),
+    # As many names as fit into what is read.
+    "full index": (names(*(f"{number}.safetensors" for number in range(120_000))), "names 120000 files"),
+    "full header": (header({f"{n}": entry(0, 16) for n in range(14_000)}, data=16), "overlaps another tensor"),
+    "many digits": (
+        holds("config.json", json.dumps(CONFIG).replace('"n_layer": 1', '"n_layer": ' + "9" * 100_000)),
+        "is not valid JSON: a number has 100,000 digits",
+    ),
+    "beyond any float": (config(vocab_size=10**400), "is not a finite number"),
+    "many layers": (config(n_layer=10_000), "too few for the 10000 layers"),
+    # A million heads: as many runs of rows in each layer, if anybody made them.
+    "many heads": (all_of(config(**MANY_HEADS, n_layer=100), FEW_TENSORS), HAS_FEW + "100 layers"),
+    "many heads of few layers": (all_of(config(**MANY_HEADS, n_layer=20), FEW_TENSORS), OTHER_SHAPES),
+    "many heads of a BERT": (
+        all_of(config({"model_type": "bert", **A_MILLION, "num_hidden_layers": 12, "vocab_size": 11}), FEW_TENSORS),
+        OTHER_SHAPES,
+    ),
+    # Each head with norms of its own: as many names.
+    "many heads with norms": (
+        all_of(config({"model_type": "stablelm", **A_MILLION, "head_dim": 8, "qk_layernorm": True}), FEW_TENSORS),
+        HAS_FEW + "1000000 heads",
+    ),
+    "wide": (config(n_embd=1_000_000, vocab_size=100_000_000), OTHER_SHAPES),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,7 +47,6 @@ from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import buffer_shapes, model_shapes, whole_config
 from megacore.data.gpt.build import build_datasets
 from megacore.errors import CheckpointError
-from tests.cases import cases
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.patience import patience
@@ -475,7 +474,16 @@ def test_ranks_have_the_names_and_shapes_of_megatron_core(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("fields", "kind", "flags", "said"),
-    cases("not-for-megatron", globals()).values(),
+    [
+        # Megatron core has windows too: the message must not deny that.
+        ({"activation": "geglu", "window_size": 9}, "megatron", {},
+         "--to megatron and torch_dist cannot write --activation geglu or --window-size 9: use --to hf"),
+        ({"norm_affine": False, "clip_qkv": 8.0, "logits_divisor": 2.0}, "megatron", {},
+         "cannot write --no-norm-affine, --clip-qkv 8 or --logits-divisor 2: use --to hf"),
+        ({}, "megatron", {"tp": 4, "pp": 3}, "--tp 4 must divide the 2 query groups: use 1 or 2"),
+        ({}, "megatron", {"tp": 4, "pp": 3}, "--pp 3 must divide the 4 layers: use "),
+        ({}, "torch_dist", {"tp": 2}, "--tp has no effect with --from megacore --to torch_dist"),
+    ],
 )  # fmt: skip
 def test_what_cannot_be_written_for_megatron_is_refused(
     fields: Any, kind: str, flags: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -744,10 +752,28 @@ REFUSED: list[tuple[Harm, str]] = [
     *((runs_something(place), "mkdir") for place in PLACES),
     *((is_file(content), FILE) for content in (b"", b"PK\x03\x04", b"\x80\x02}", b"garbage" * 100)),
     *((pickled(b"\x80\2" + beginning, "old", 5 << 30), said) for beginning, said in FULL.items()),
+    (holds(table(300, "a")), "nested too deep"),
+    (holds(table(4, "a", "b")), "one is there twice"),
+    (holds(table(20, "a", "b")), "repeat or copy"),
+    (holds({"wide": torch.ones(1).expand(1 << 20)}), "but its tensors would take 4,194,320"),
+    (compressed, "its archive is compressed"),
     *((says(**{name: value for name, value in row.items() if name != "says"}), row["says"]) for row in TABLES["unfit"]),
+    (says(hidden_size=10**400), "is not a finite number"),
+    (lambda path: (without(path) / "model_optim_rng.pt").unlink(), "model_optim_rng.pt is missing"),
+    (lambda path: shutil.rmtree(without(path)), "lacks the file of tensor rank 1, pipeline rank 1"),
+    (lambda path: (write_legacy(path, tensors_of(GPT)) / "latest_checkpointed_iteration.txt").write_text("../etc"),
+     "says '../etc', not a number"),
+    (of_rank_1("layers.2.input_layernorm.bias", lambda x: x + 1e-6), "copies of blocks.2.attention_norm.bias"),
+    (
+        of_rank_1("layers.1.mlp.dense_h_to_4h.weight", lambda x: x[:, :-1]),
+        "the tensor-parallel parts of blocks.1.mlp.up.weight do not fit together: (",
+    ),
     *((of_expert_rank_1(f"decoder.layers.{name}.weight", lambda x: x + 1), "differs from that of the first expert-par")
       for name in ("0.self_attention.linear_proj", "1.mlp.router")),
-    *cases("megatron-checkpoints", globals()).values(),
+    (of_expert_rank_1("decoder.layers.1.mlp.experts.linear_fc1.weight1", lambda x: x[:-1]),
+     "experts.3.up.weight is (7, 16)"),
+    (mixture(2, 2, 2, "mp_rank_01_001_001"), "lacks the file of tensor rank 1, pipeline rank 1, expert rank 1"),
+    (mixture(2, 1, 1, expert_tensor_parallel_size=1), "reads such experts in the torch_dist format only"),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -32,7 +33,6 @@ from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.search import Found, Layout
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
-from tests.cases import cases
 from tests.parity.runs import make_config
 from tests.unit.packaging_builds import ROOT
 from tests.unit.planning import planned, resolved
@@ -222,7 +222,22 @@ def of_ranks(pp: int | str) -> Callable[[dict[str, Any]], object]:
 
 @pytest.mark.parametrize(
     "change, said",
-    cases("wrong-traces", globals()).values(),
+    [
+        (everywhere("dur", 0), NOT_ONE),
+        (everywhere("dur", math.nan), NOT_ONE),
+        (everywhere("ts", math.nan), NOT_ONE),
+        (everywhere("step", None), NOT_ONE),
+        (lambda c: c["otherData"].update(virtual_stages="1"), NOT_ONE),
+        (lambda c: c["otherData"].update(schedule=["1f1b"]), NOT_ONE),
+        (lambda c: c.update(traceEvents=[]), NOT_ONE),
+        (lambda c: of(c, "0F1").update(dur=1000.0), "is not whole: rank 0: 0B0 begins before 0F1 ends"),
+        (lambda c: of(c, "0F1").update(ts=905.0, dur=90.0), "is not whole: the schedule deadlocks: rank 0 waits"),
+        (lambda c: of(c, "0B2").update(name="0I2"), "is not whole: rank 0 never does 0W2"),
+        (lambda c: c["otherData"].update(microbatches=2), "is not whole: rank 0: 0F2 does not exist"),
+        (lambda c: c["otherData"].update(microbatches=4), "is not whole: rank 0 never does 0F3"),
+        (of_ranks(0), "is not whole: its processes are the pipeline ranks 0, 0"),
+        (of_ranks("a"), NOT_ONE),
+    ],
 )
 def test_a_trace_that_cannot_be_right_is_refused(
     change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -48,7 +48,6 @@ from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.ways_out import Limits
 from megacore.train import launch
-from tests.cases import cases
 from tests.patience import patience
 from tools.plan import main
 
@@ -75,7 +74,18 @@ def test_a_layout_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "text, said",
-    cases("wrong-layouts", globals()).values(),
+    [
+        ("E,2*t|t,H", "it has 2 stages, but --pp x --virtual-stages is 3: write 3 stages"),
+        ("E,2*t|t|t", "the layers are not in order: write one E, then every t, then one H"),
+        ("E,t|H|t,t", "the layers are not in order: write one E, then every t, then one H"),
+        ("E,t|t|x,H", "stage 2: 'x' is not E, t or H"),
+        ("E,t||t,H", "stage 1: '' is not E, t or H"),
+        ("E,t|0*t|t,H", "stage 1 holds no layer"),
+        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4: use --num-layers 3, or write 4 blocks"),
+        ("E,t|t|9999999999*t,H", "stage 2: 9999999999*t is more than --num-layers 4: use a smaller number"),
+        ("E,t|" + "9" * 5000 + "*t|t,H", "' is not E, t or H"),
+        ("E,\u0662*t|t|t,H", "stage 0: '\u0662*t' is not E, t or H"),
+    ],
 )
 def test_a_wrong_layout_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -272,7 +282,18 @@ def faulty(schedule: Schedule, rank: int, fault: Fault) -> Schedule:
 
 @pytest.mark.parametrize(
     "rank, fault, said",
-    cases("faults-of-schedules", globals()).values(),
+    [
+        (0, ("0F1", "0B1"), "rank 0: 0B1 comes before its output"),
+        (1, ("recv input for 1F2",), "rank 1: 1F2 comes before its output"),
+        (1, ("send grad of 1F0",), "rank 1: send grad of 1F0 is missing"),
+        (2, Action(Op.BACKWARD, 1, 2), "rank 2 does 2B1 more than once"),
+        (2, ("2B3",), "rank 2 never does 2B3"),
+        (0, ("send output of 0F0", "send output of 0F1"), "rank 0: send output of 0F1 comes before it is computed"),
+        (1, ("recv input for 1F2", "recv input for 1F3"), "rank 1: 1F2 comes before its output of stage 0 is there"),
+        (1, Action(Op.FORWARD, 9, 1), "rank 1: 1F9 does not exist"),
+        (1, Action(Op.FORWARD, 0, 2), "rank 1: 2F0 belongs on rank 2"),
+        (2, Action(Op.INPUT_GRAD, 0, 2), "rank 2 does 2B0 twice, whole and in two"),
+    ],
     ids=str,
 )
 def test_a_planted_fault_is_refused_by_name(rank: int, fault: Fault, said: str) -> None:

@@ -34,7 +34,6 @@ from megacore.plan.roofline import (
 from megacore.plan.traffic import Sent, rank_traffic, stage_message, tied_gradients
 from megacore.tracer import operator_costs, step_trace
 from megacore.tracer.step_trace import Recorder, record_step
-from tests.cases import cases
 from tests.parity.runs import make_config
 from tools.plan import main
 
@@ -342,7 +341,24 @@ DEVICE = Device(
 
 @pytest.mark.parametrize(
     ("pattern", "ranks", "stride", "world", "seconds"),
-    cases("cards-of-transfers", globals()).values(),
+    [
+        ("all-gather", 3, 1, 6, 2 / 3 * 0.1 / 100),  # one node
+        # 6 7 8 and 15 16 17: 8 and 15 are alone in the second node, each with its card.
+        ("all-gather", 3, 1, 24, 2 / 3 * 0.1 / 2),
+        ("all-gather", 6, 1, 12, 5 / 6 * 0.1 / 4),  # 6 to 11: 6 and 7 are in the first node
+        ("all-gather", 2, 3, 12, 1 / 2 * 0.1 / 2),  # 6 9 and 7 10, but not 8 11: two of the eight cards
+        ("all-gather", 4, 4, 64, 3 / 4 * 0.1 / 4),  # two ranks of each of four groups in a node
+        ("all-gather", 16, 1, 64, 15 / 16 * 0.1 / 16),  # one ring has all eight cards
+        # In an all-to-all each rank sends over its own card.
+        ("all-to-all", 8, 1, 64, 7 / 8 * 0.1 / 100),  # one node
+        ("all-to-all", 64, 1, 64, 56 / 64 * 0.1 / 2),  # 8 ranks a node: 56 of 64 parts leave it
+        ("all-to-all", 16, 2, 64, 12 / 16 * 0.1 / 2),  # 4 of each of two groups in a node
+        ("all-to-all", 6, 1, 12, 4 / 6 * 0.1 / 2),  # 6 and 7 of 6 to 11 send four parts
+        # A message goes over one.
+        ("message", 8, 1, 64, 0.1 / 100),
+        ("message", 16, 4, 64, 0.1 / 2),  # four rings that cross at once
+        ("message", 4, 4, 16, 0.1 / 2),  # pipelines of stages of four ranks
+    ],
 )
 def test_a_transfer_has_the_network_cards_of_its_ranks(
     pattern: Pattern, ranks: int, stride: int, world: int, seconds: float

@@ -37,7 +37,6 @@ from megacore.watch.report import hang_report, main_stack, phase_in_words
 from megacore.watch.start import died_without_a_word
 from megacore.watch.stragglers import Noticed, Times, slowest
 from megacore.watch.watcher import Watcher
-from tests.cases import cases
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
 from tests.unit.watch_records import identity, seen
@@ -390,7 +389,45 @@ TWO, THREE = ([in_collective(rank) for rank in range(count)] for count in (2, 3)
 FINISHED = "ranks 0 to 2 wait for it; it has finished"
 AHEAD = computing(0, Phase.OPTIMIZER, 6)
 # What each rank does -> the verdict, with a ? where it is uncertain, and a part of why.
-VERDICTS = cases("verdicts", globals())
+VERDICTS: dict[str, tuple[list[Seen], str, str]] = {
+    # Its node may have no ledgers.
+    "a rank without a ledger comes first": ([*TWO, seen(3, 4, state="stopped")], "absent 2?", ""),
+    "a dead process comes before the graph": ([*TWO, in_collective(2, state="gone"), behind(3)], "gone 2", ""),
+    "and a stopped one": ([*TWO, in_collective(2, state="stopped"), behind(3)], "stopped 2", ""),
+    "who has posted least": ([*THREE, behind(3, phase=Phase.DATA)], "holds up 3", "ranks 0 to 2 wait for it"),
+    "a wait is followed through other groups": (through_other_groups(), "holds up 3", ""),
+    "two hold up": ([*TWO, behind(2), behind(3)], "holds up 2, 3?", ""),
+    "who has finished, or the others do too much": ([*THREE, finished(3, posted={WORLD: 4})], "holds up 3?", FINISHED),
+    "and is gone": ([*THREE, finished(3, posted={WORLD: 4}, state="gone")], "holds up 3?", FINISHED),
+    "who has finished and owes nothing is innocent": (
+        [in_collective(0, PAIR), behind(1, posted={PAIR: 4}), *(finished(r, posted={WORLD: 4}) for r in (2, 3))],
+        "holds up 1", "",
+    ),
+    "the last at work": ([seen(0, 4, phase=Phase.SAVE), *(finished(r) for r in (1, 2, 3))], "holds up 0", ""),
+    "who alone runs after all have posted": ([in_collective(r, is_busy=r == 2) for r in range(4)], "holds up 2?", ""),
+    "two run": ([in_collective(r, is_busy=r in (1, 2)) for r in range(4)], "undetermined ?", ""),
+    "one waits for its device": (
+        [in_collective(r, is_busy=r == 2, flags=Flag.ASYNCHRONOUS) for r in range(4)], "undetermined ?", "",
+    ),
+    "a circle": (crossed(), "cycle 0, 1?", ""),
+    "who left its order caused the circle": (crossed(deviation=7), "deviates 1", ""),
+    "two sizes": (
+        of_bytes(16, 16, 8, 8), "undetermined ?",
+        "all-reduce of 16 bytes on ranks 0, 1, all-reduce of 8 bytes on ranks 2, 3",
+    ),
+    "the one size that differs": (
+        of_bytes(16, 16, 8, 16), "deviates 2?",
+        "all-reduce of 16 bytes on ranks 0, 1, 3, all-reduce of 8 bytes on rank 2",
+    ),
+    "compiled code": ([in_collective(0, PAIR), seen(1, 2, posted={PAIR: 4}, flags=Flag.HIDDEN)], "holds up 1?", ""),
+    "behind on a device, and for longer": ([AHEAD, computing(1, Phase.DATA, 5, age=25.0)], "holds up 1", ""),
+    "behind on a device": ([AHEAD, computing(1, Phase.DATA, 5, age=15.0)], "holds up 1?", ""),
+    "outside of the engine": (
+        [in_collective(0, PAIR), seen(1, 2, phase=Phase.OUTSIDE, posted={PAIR: 4})],
+        "holds up 1?", "the program's code may itself wait",
+    ),
+    "one process": ([seen(0, 1, phase=Phase.DATA)], "holds up 0", ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "said", "why"), VERDICTS.values(), ids=VERDICTS)
