@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help=f"output directory of a run with --ledger, or its {FILE}")
     parser.add_argument("--checkpoint", metavar="DIR", help="checkpoint, or directory of some. Default: those of RUN")
-    parser.add_argument("--replay", type=positive, metavar="STEP", help="compute again, from the checkpoint before it")
+    help = "compute a step again, or FIRST-LAST up to the first that differs"
+    parser.add_argument("--replay", type=_steps, metavar="STEP", help=help)
     parser.add_argument("--bisect", metavar="RUN", help="find the first step that differs from another ledger's")
     parser.add_argument("--seal", metavar="SHA256", help="seal of an earlier audit, which must still be there")
     wrong: list[str] = []
@@ -85,6 +87,15 @@ def _audit(args: Namespace) -> Iterator[str]:
             print(f"  {directory.name}: every tensor is what the ledger says")
             missing |= uncovered(directory, history)
     print(f"  not covered: {', '.join([*sorted(missing), _NEVER])}")
+
+
+def _steps(text: str) -> range:
+    """`120` or `100-120`."""
+    first, _, last = text.partition("-")
+    steps = range(positive(first), positive(last or first) + 1)
+    if not steps:
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins: use {last}-{first}")
+    return steps
 
 
 def _ledger_of(name: str) -> Path:
@@ -141,4 +152,4 @@ def _replayed(history: History, args: Namespace) -> Iterator[str]:
     yield from problems
     if not problems:
         how = "to rounding, because the run is not --reproducible" if history.rounding else "bit for bit"
-        print(f"{history.path}: steps up to {args.replay}, computed again, agree {how}")
+        print(f"{history.path}: steps up to {args.replay[-1]}, computed again, agree {how}")

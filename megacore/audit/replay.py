@@ -32,17 +32,20 @@ _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 _OF_PATHS = ("given", "not given", "")  # what facts say of paths, and of settings that they lack
 
 
-def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Take the steps after the nearest checkpoint, to the given one, and compare them. `step`: the last that is taken.
-    `run`: the checkpoint to begin with, or the directory of a run that has it. `flags`: of the layout, and others that
-    differ from those of the run. Returns the exit status of the computation, and what differs; on the first rank.
-    Raises UserError where the ledger lacks the step, or there is no checkpoint before it."""
-    if step not in history.steps:
-        raise UserError(f"{history.path} has no line of step {step} that counts: use one of {in_ranges(history.steps)}")
-    directory, manifest = _nearest(run, step, history)
+def replay(history: History, steps: range, run: Location, flags: Sequence[str]) -> tuple[int, list[str]]:
+    """Take steps again, and compare each up to the first that differs. They begin after the nearest checkpoint before
+    `steps`, or with the initial weights. `run`: the checkpoint to begin with, or the directory of a run that has it.
+    `flags`: of the layout, and others that differ from those of the run. Returns the exit status of the computation,
+    and what differs; on the first rank. Raises UserError where the ledger lacks a step, or there is no checkpoint."""
+    step = steps[-1]
+    for number in (steps[0], step):
+        if number not in history.steps:
+            there = in_ranges(history.steps)
+            raise UserError(f"{history.path} has no line of step {number} that counts: use one of {there}")
+    directory, manifest, save = _nearest(run, steps[0], history)
     if "bert" in manifest.config:
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
-    save, local_rank = history.saves[manifest.manifest_sha256], os.environ.get("LOCAL_RANK", "0")
+    local_rank = os.environ.get("LOCAL_RANK", "0")
     work = job_directory("replay", os.environ, os.getcwd())
     problems: list[str] = []
 
@@ -64,7 +67,8 @@ def replay(history: History, step: int, run: Location, flags: Sequence[str]) -> 
     settings, before, since = work / f"run_{local_rank}.toml", *map(history.start_of, (save, history.steps[step]))
     try:
         settings.write_text(tomli_w.dumps(_settings(manifest, before.record["facts"], since.record["facts"])))
-        words = ["--config", str(settings), "--load", str(directory), "--output-dir", str(work / "output")]
+        words = ["--config", str(settings), "--output-dir", str(work / "output")]
+        words += [] if save.kind == "start" else ["--load", str(directory)]
         status = launch(read_config([*words, *flags], prog="audit.py"), body)
     finally:
         if local_rank == "0":
@@ -78,20 +82,27 @@ def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:
     for kind, names in save.record["state"].items():
         for name, said in names.items():
             if loaded.get(kind, {}).get(name) != said:
-                where = save.record.get("checkpoint", "the checkpoint")
+                where = save.record.get("checkpoint", "the initial weights")
                 yield f"{where}: {kind} of {name} is not what line {save.number} says"
                 return
 
 
-def _nearest(run: Location, step: int, history: History) -> tuple[Location, Manifest]:
-    """The last checkpoint before a step, of those that the run saved and has not gone back behind."""
+def _nearest(run: Location, step: int, history: History) -> tuple[Location, Manifest, Line]:
+    """The last checkpoint before a step, of those that the run saved and has not gone back behind, with its line. If
+    there is none, and the run began with initial weights: any of its checkpoints, which has the settings, and the line
+    of the start."""
     kept = history.saves.keys() - history.gone
     found = [(directory, read_manifest(directory)) for directory in (published(run) or [run])]
-    before = [pair for pair in found if pair[1].step < step and pair[1].manifest_sha256 in kept]
+    own = [(directory, manifest) for directory, manifest in found if manifest.manifest_sha256 in kept]
+    before = [pair for pair in own if pair[1].step < step]
+    first = history.start_of(history.steps[step])
+    if own and not before and first.record["loaded"] is None and first.step == 0:
+        return *own[0], first
     if not before:
         steps = in_ranges(history.saves[digest].step for digest in kept) or "none"
         raise UserError(f"{run} has no checkpoint before step {step} as the run saved it: the ledger has steps {steps}")
-    return max(before, key=lambda pair: pair[1].step)
+    directory, manifest = max(before, key=lambda pair: pair[1].step)
+    return directory, manifest, history.saves[manifest.manifest_sha256]
 
 
 def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str, str]) -> dict[str, dict[str, Any]]:

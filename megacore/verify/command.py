@@ -358,7 +358,7 @@ def _conclude(request: Request, verdicts: Mapping[str, Verdict]) -> int:
     agrees = clean is None or clean.agrees
     if request.self_test:
         found = {name: verdict.first.key.kind for name, verdict in planted.items() if verdict.first is not None}
-        agrees = agrees and all(found.get(name) in BY_NAME[name].kinds for name in planted)
+        agrees = agrees and all(found.get(defect.name) in defect.kinds for defect in request.defects)
         skipped = ", ".join(defect.name for defect in DEFECTS if defect not in request.defects) or "none"
         line = f"self-test: {len(found)} of {len(planted)} planted defects found; not possible here: {skipped}"
         print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))

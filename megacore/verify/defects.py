@@ -8,8 +8,10 @@ import pkgutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from megacore.config import ResolvedConfig
@@ -31,14 +33,16 @@ class Defect:
     needs: str = ""
     where: list[str] | None = None
     calls: list[str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def possible(self, config: ResolvedConfig) -> bool:
         return traits(config).issuperset(self.where or ())
 
     @contextmanager
-    def planted(self, steps: TrainStep) -> Iterator[None]:
-        """The mistake is made inside, in a model that is built and loaded."""
-        fault = getattr(faults, self.fault)
+    def planted(self, steps: TrainStep | None) -> Iterator[None]:
+        """The mistake is made inside, in a model that is built and loaded; with None also where models are built, by a
+        fault that asks nothing of one."""
+        fault = partial(getattr(faults, self.fault), **self.options)
         with ExitStack() as stack:
             for call in self.calls or ():
                 name = f"megacore.{call}"

@@ -5,6 +5,7 @@ what takes its place. Functions that take the steps alone change what has been l
 from __future__ import annotations
 
 import inspect
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,17 @@ from megacore.zero.data_parallel import DataParallel
 from megacore.zero.local_segments import LocalSegment
 
 Function = Callable[..., Any]
+
+
+def changed_line(steps: TrainStep | None, function: Any, *, old: str, new: str) -> Any:
+    """A part of the function's source is another text."""
+    function = inspect.unwrap(getattr(function, "fget", function))
+    source, names = textwrap.dedent(inspect.getsource(function)), dict[str, Any]()
+    if source.count(old) != 1:
+        raise ValueError(f"{function.__qualname__} has {old!r} {source.count(old)} times, not once: plant it anew")
+    exec("from __future__ import annotations\n" + source.replace(old, new), {**function.__globals__}, names)
+    return names[function.__name__]
+
 
 # ---- collectives
 
@@ -364,6 +376,35 @@ def norm_without_experts(steps: TrainStep, totals: Function) -> Function:
         return totals([local for local in counted if not _is_of_expert(local)], mesh, **sums)
 
     return of_others
+
+
+def norm_of_all(steps: TrainStep, totals: Function) -> Function:
+    """What several ranks hold counts in the norm once for each."""
+    return lambda counted, mesh, **sums: totals(steps.model.data_parallel.segments, mesh, **sums)
+
+
+def norm_without_split(steps: TrainStep, totals: Function) -> Function:
+    """What tensor-parallel ranks divide counts in the norm on the first of them only."""
+
+    def of_first(counted: Sequence[LocalSegment], mesh: Mesh, **sums: Any) -> Any:
+        return totals([one for one in counted if one.spec.is_replicated or mesh.layer.is_first], mesh, **sums)
+
+    return of_first
+
+
+def flipped_bit(steps: TrainStep) -> None:
+    """The lowest bit of a weight is another, on the first rank that holds some."""
+    for local in steps.model.data_parallel.segments[:1] if steps.mesh.world.is_first else ():
+        local.master.view(torch.int32)[:1] ^= 1
+
+
+def flipped_moment(steps: TrainStep) -> None:
+    """The lowest bit of a moment is another, on the first rank that holds some."""
+    optimizer = steps.update.optimizer
+    for local in steps.model.data_parallel.segments[:1] if steps.mesh.world.is_first else ():
+        for state in [local.state(optimizer, kind.name) for kind in optimizer.kinds if kind.per == "element"][:1]:
+            if state is not None:
+                state.view(torch.int32)[:1] ^= 1
 
 
 def swapped_state(steps: TrainStep) -> None:

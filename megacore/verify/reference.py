@@ -93,15 +93,15 @@ def make_reference(config: ResolvedConfig, directory: Path, device: torch.device
     for micro in sizes:
         tensors = run(replace(undropped, training=replace(training, micro_batch_size=micro))).tensors
         losses.append([values for key, values in tensors.items() if key.kind == "loss"])
-    updates = _check_updates(one_rank, record)
-    gradients = _check_gradients(config, load_steps(one_rank, mesh, checkpoint, layers), record)
+    updates, steps = _check_updates(one_rank, record), load_steps(one_rank, mesh, checkpoint, layers)
+    view, gradients = _check_view(steps), _check_gradients(config, steps, record)
     return Reference(
         checkpoint=checkpoint,
         record=record,
         perturbed=perturbed,
         loss_spread=tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True)),
         micro_batch_sizes=sizes,
-        checks=(gradients,) if updates is None else (updates, gradients),
+        checks=tuple(check for check in (updates, view, gradients) if check is not None),
     )
 
 
@@ -186,6 +186,43 @@ def _check_updates(config: ResolvedConfig, record: Record) -> Check | None:
         name=f"weight changes of one process against torch.optim.{type(twin).__name__} on its gradients",
         worst=max(differences, default=0.0),
         tolerance=1e-3,  # a change is a difference of fp32 weights, of which it is about a thousandth
+        tensors=len(differences),
+    )
+
+
+@torch.no_grad()
+def _check_view(steps: TrainStep) -> Check | None:
+    """A token is another: what the last block gives for positions that must not see it stays as it was. None where a
+    token may change any other: in BERT, through the capacity of experts, and in a program's own layers."""
+    config, (stage,) = steps.config, steps.model.chunks
+    drops = config.experts.moe_expert_capacity_factor is not None
+    if not config.is_causal or drops or steps.task.layers_from == "program":
+        return None
+    model, outputs, differences = config.model, list[Tensor](), list[float]()
+    microbatch = next(iter(batches(config, steps.mesh, steps.task, after=WARMUP_STEPS)))[0]
+    keep = stage.layers[-2].register_forward_hook(lambda _, __, y: outputs.append(y[0] if isinstance(y, tuple) else y))
+    stage.eval()
+    b, s = microbatch.tokens.shape
+    documents = getattr(microbatch, "documents", torch.zeros_like(microbatch.tokens))
+    reach = (
+        s if model.window_size is None or model.attention_pattern else model.num_layers * (model.window_size - 1) + 1
+    )
+    for place in (None, 0, s // 2 - 1, s - 1):
+        tokens = microbatch.tokens.clone()
+        if place is not None:
+            tokens[:, place] = (tokens[:, place] + 1) % model.vocab_size
+        changed = replace(microbatch, tokens=tokens)
+        stage(steps.task.first_input(changed), partial(steps.task.last_inputs, None, changed))
+        if place is not None:
+            distance = torch.arange(s) - place
+            sees = (distance >= 0) & (distance < reach) & (documents == documents[:, place : place + 1]).cpu()
+            before, after = (x[~sees.expand(b, s)].double().numpy(force=True) for x in (outputs[0], outputs[-1]))
+            differences.append(relative_difference(after, before))
+    keep.remove()
+    return Check(
+        name="outputs of one process against those with other tokens where they must not see",
+        worst=max(differences),
+        tolerance=1e-5,
         tensors=len(differences),
     )
 
