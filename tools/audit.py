@@ -10,12 +10,10 @@ The exit status is 0 where all agrees, 1 where something does not, 2 for what is
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.audit.command import main
 

@@ -15,8 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = ("start", "guides", "extend", "reference", "explain", "reports")
@@ -61,14 +62,15 @@ class Site:
 
     def navigation(self) -> list[object]:
         """The menu: the index, then each section with its pages by title, and the examples."""
-        menu: list[object] = ["index.md"]
-        for section in SECTIONS:
-            pages = sorted((self.pages / section).glob("*.md"), key=lambda page: (page.stem not in FIRST, page))
-            menu.append({section.capitalize(): [{title(page): str(page.relative_to(self.pages))} for page in pages]})
-        examples = sorted((self.pages / "examples").rglob("*.md"), key=lambda page: (len(page.parts), page))
-        menu.append({"Examples": [{title(page): str(page.relative_to(self.pages))} for page in examples]})
-        project = [{title(page): f"project/{page.name}"} for page in sorted((self.pages / "project").glob("*.md"))]
-        return [*menu, {"Project": project}]
+
+        def entries(folder: str, *, key: Callable[[Path], Any] = str, pattern: str = "*.md") -> list[dict[str, str]]:
+            pages = sorted(self.pages.joinpath(folder).glob(pattern), key=key)
+            return [{title(page): str(page.relative_to(self.pages))} for page in pages]
+
+        first: dict[str, Any] = {"key": lambda page: (page.stem not in FIRST, page)}
+        examples = entries("examples", key=lambda page: (len(page.parts), page), pattern="**/*.md")
+        sections: list[object] = [{section.capitalize(): entries(section, **first)} for section in SECTIONS]
+        return ["index.md", *sections, {"Examples": examples}, {"Project": entries("project")}]
 
     def _rewrite(self, page: Path, source: Path) -> None:
         """Let the links of a page, which has been copied from `source`, lead to pages."""

@@ -6,13 +6,11 @@ python tools/convert_checkpoint.py --from megacore --to hf --input output/mine -
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.convert import convert, parser
 from megacore.commands.tool import run_tool

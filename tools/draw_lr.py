@@ -12,7 +12,6 @@ docs/reference/optimizers.md explains the schedules. Nothing here loads torch.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, run_tool, with_config
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
@@ -52,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "directory of a run, may come first.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
-        help=".svg, or .png with matplotlib. Default: a table in the terminal.",
-    )  # fmt: skip
+    parser.flag("-o --output FILE", ".svg, or .png with matplotlib. Default: a table in the terminal.", Path)
     words = with_config(sys.argv[1:] if argv is None else argv)
     known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
     own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])
@@ -81,9 +76,8 @@ def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
     if args.output is None:
         _print_table(rates, steps)
         return
-    panels = [
-        Curve(title=title, points=list(zip(map(float, steps), values, strict=True))) for title, values in rates.items()
-    ]
+    points = {title: list(zip(map(float, steps), values, strict=True)) for title, values in rates.items()}
+    panels = [Curve(title=title, points=of) for title, of in points.items()]
     save(curves(f"Schedules over {iterations} steps", panels, x_title="step"), args.output)
     print(args.output)
 
@@ -148,11 +142,9 @@ def _translate(given: Given, values: Mapping[str, Any]) -> None:
 
 def _built(values: Mapping[str, Any]) -> Config:
     """A configuration with these values in the sections that schedules depend on."""
-    return Config(
-        optimizer=_section(OptimizerConfig, values),
-        training=_section(TrainingConfig, values),
-        rampup=_section(RampupConfig, values),
-    )
+    sections = {"optimizer": OptimizerConfig, "rampup": RampupConfig}
+    others: dict[str, Any] = {name: _section(kind, values) for name, kind in sections.items()}
+    return Config(training=_section(TrainingConfig, values), **others)
 
 
 if __name__ == "__main__":

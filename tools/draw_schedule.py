@@ -11,15 +11,12 @@ docs/explain/schedules.md explains the pictures. Nothing here loads torch.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from rich.console import Console
 
@@ -29,7 +26,7 @@ from megacore.drawing.terminal import LEAST_WIDTH, render
 from megacore.drawing.timelines import Panel, diagram
 from megacore.drawing.traced import TITLES, describe_counts, traced_panels
 from megacore.errors import UserError
-from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from megacore.pipeline.schedule import SCHEDULES, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.simulator import Costs, simulate
 from megacore.plan.closed_forms import closed_form
@@ -37,13 +34,9 @@ from megacore.plan.closed_forms import closed_form
 SHORTEST, LONGEST = 1e-6, 1e6  # times whose sums and quotients no picture loses to rounding
 # Each flag that belongs to some of the three sources only.
 BELONGS = {
-    "pp": ("schedule",),
-    "microbatches": ("schedule",),
-    "virtual_stages": ("schedule",),
-    "costs": ("schedule", "csv"),
-    "transfer": ("schedule", "csv"),
-    "step": ("from_trace",),
-}
+    "pp": ("schedule",), "microbatches": ("schedule",), "virtual_stages": ("schedule",), "costs": ("schedule", "csv"),
+    "transfer": ("schedule", "csv"), "step": ("from_trace",),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,31 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", choices=SCHEDULES, help="draw a built-in schedule")
-    source.add_argument(
-        "--csv", type=Path, metavar="FILE",
-        help="your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)",
-    )  # fmt: skip
+    own = "your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)"
+    source.add_argument("--csv", type=Path, metavar="FILE", help=own)
     source.add_argument("run", nargs="?", type=Path, metavar="RUN", help="output directory of a run with --trace")
     source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
-    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step")
-    parser.add_argument(
-        "--virtual-stages", type=positive, metavar="V", help="stages per rank; --schedule interleaved needs it"
-    )
-    parser.add_argument(
-        "--costs", type=_costs, metavar="F,B,W",
-        help="times of forward, input gradient and weight gradient; a backward takes B + W. Default: 1,1,1.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--transfer", type=_transfer, metavar="T", help="time of a transfer from one rank to another. Default: 0."
-    )
-    parser.add_argument(
-        "--step", type=positive, metavar="N", help="which step of the trace to draw. Default: the last one."
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE",
-        help=".svg, or .png with matplotlib. Default: draw in the terminal.",
-    )  # fmt: skip
+    flag = parser.flag
+    flag("--pp P", "pipeline ranks", positive)
+    flag("--microbatches M", "microbatches per step", positive)
+    flag("--virtual-stages V", "stages per rank; --schedule interleaved needs it", positive)
+    costs = "times of forward, input gradient and weight gradient; a backward takes B + W. Default: 1,1,1."
+    flag("--costs F,B,W", costs, _costs)
+    flag("--transfer T", "time of a transfer from one rank to another. Default: 0.", _transfer)
+    flag("--step N", "which step of the trace to draw. Default: the last one.", positive)
+    flag("-o --output FILE", ".svg, or .png with matplotlib. Default: draw in the terminal.", Path)
     return run_tool(parser, argv, _draw)
 
 
@@ -91,9 +72,8 @@ def _draw(args: argparse.Namespace) -> None:
     _require_fitting_flags(args)
     if args.output is not None:
         require_writable(args.output)
-    panels, unit = (
-        (traced_panels(args.from_trace, args.step), "ms") if args.from_trace is not None else ([_planned(args)], "time")
-    )
+    traced = args.from_trace is not None
+    panels, unit = (traced_panels(args.from_trace, args.step), "ms") if traced else ([_planned(args)], "time")
     if args.output is not None:
         save(diagram(panels, unit=unit), args.output)
         print(f"{args.output}: " + "\n  ".join(f"{panel.title}: {panel.bubble}" for panel in panels))
@@ -115,10 +95,8 @@ def _require_fitting_flags(args: argparse.Namespace) -> None:
     if args.schedule == "interleaved" and virtual == 1:
         raise UserError("--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more")
     if source == "schedule" and args.schedule != "interleaved" and virtual > 1:
-        raise UserError(
-            f"--virtual-stages {virtual} has no effect with --schedule {args.schedule}: "
-            "leave it out, or use --schedule interleaved"
-        )
+        idle = f"--virtual-stages {virtual} has no effect with --schedule {args.schedule}"
+        raise UserError(f"{idle}: leave it out, or use --schedule interleaved")
 
 
 def _flag(name: str) -> str:
@@ -132,42 +110,27 @@ def _planned(args: argparse.Namespace) -> Panel:
     else:
         schedule = build_schedule(args.schedule, args.pp, args.microbatches, args.virtual_stages or 1)
         title = TITLES[args.schedule]
-    costs = _per_stage(args.costs or _RankTimes(), args.transfer or 0.0, schedule)
+    # A rank's times of a microbatch, divided evenly over its stages.
+    times = ([time / schedule.virtual_stages] * schedule.stages for time in args.costs or (1.0, 1.0, 1.0))
+    forward, input_grad, weight_grad = times
+    transfer = args.transfer or 0.0
+    costs = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
     timeline = simulate(schedule, costs)
     bubble = f"bubble {timeline.idle_share:.1%} of the ranks' time"
     form = closed_form(schedule, costs) if args.schedule is not None else None
     if form is not None:
         exact = math.isclose(timeline.idle_share, form.value, abs_tol=1e-9)
         bubble += f" = {form.formula}" if exact else f" ({form.formula} without transfers: {form.value:.1%})"
-    return Panel(
-        title=f"{title}: {describe_counts(schedule)}",
-        bubble=bubble,
-        timeline=timeline,
-        virtual_stages=schedule.virtual_stages,
-    )
+    title = f"{title}: {describe_counts(schedule)}"
+    return Panel(title=title, bubble=bubble, timeline=timeline, virtual_stages=schedule.virtual_stages)
 
 
-class _RankTimes(NamedTuple):
-    """The times of one microbatch on a rank, in any unit."""
-
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-
-
-def _per_stage(times: _RankTimes, transfer: float, schedule: Schedule) -> Costs:
-    """A rank's times, divided evenly over its stages."""
-    forward, input_grad, weight_grad = ([time / schedule.virtual_stages] * schedule.stages for time in times)
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
-
-
-def _costs(text: str) -> _RankTimes:
+def _costs(text: str) -> list[float]:
     values = [_time(part) for part in text.split(",")]
     if len(values) != 3 or not all(SHORTEST <= value <= LONGEST for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text} must be three times from {SHORTEST:g} to {LONGEST:,.0f}, in any unit, as in 1,1,1"
-        )
-    return _RankTimes(*values)
+        times = f"three times from {SHORTEST:g} to {LONGEST:,.0f}, in any unit, as in 1,1,1"
+        raise argparse.ArgumentTypeError(f"{text} must be {times}")
+    return values
 
 
 def _transfer(text: str) -> float:

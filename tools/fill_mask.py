@@ -5,15 +5,13 @@ python tools/fill_mask.py output "the capital of [MASK] is london ."
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
 from megacore.commands.tool import ToolParser, positive, run_tool
@@ -70,11 +68,10 @@ def _config(directory: Location) -> ResolvedBertConfig:
 def _parser() -> ToolParser:
     parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
     parser.add_run("--checkpoint")
-    add = parser.add_argument
-    add("text", metavar="TEXT", help="text with one or more [MASK]")
-    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
-    add("--top-k", type=positive, default=5, metavar="K", help="predictions per mask. Default: 5.")
-    add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
+    parser.add_argument("text", metavar="TEXT", help="text with one or more [MASK]")
+    parser.flag("--tokenizer PATH", "tokenizer to use. Default: the one in the checkpoint.")
+    parser.flag("--top-k K", "predictions per mask", positive, 5)
+    parser.flag("--device DEVICE", "auto, cpu, cuda or another accelerator", default="auto")
     return parser
 
 

@@ -12,7 +12,6 @@ time.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
@@ -43,14 +41,11 @@ _MOST_SHOWN = 40  # tensors that differ
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
     parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
-    parser.add_argument(
-        "checkpoint", nargs="?", metavar="RUN", help="output directory of a run, or a step_NNNNNNNN directory"
-    )
-    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3 checksums")
+    where = "output directory of a run, or a step_NNNNNNNN directory"
+    parser.add_argument("checkpoint", nargs="?", metavar="RUN", help=where)
+    parser.flag("--verify", "compare every file with its SHA-256 and XXH3 checksums")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
-    problems: list[str] = []
-    status = run_tool(parser, argv, lambda args: problems.extend(_inspect(parser, args)))
-    return status or (EXIT_DIFFERENT if problems else 0)
+    return run_tool(parser, argv, lambda args: EXIT_DIFFERENT if _inspect(parser, args) else 0)
 
 
 def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
@@ -79,12 +74,15 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
 def _list(run: Location, *, verify: bool) -> list[str]:
     pointed, rows, problems = pointed_to(run), [], []
     for directory in published(run):
-        problem = _problem(directory, verify=verify)
+        problem = whole(directory, ALONE, archived=True) if verify else None  # every byte is read
+        try:
+            manifest = read_manifest(directory)
+        except CheckpointError as error:
+            problem = problem or str(error)
         if problem is not None:
             problems.append(problem)
             rows.append([directory.name, "", "", "", "", "damaged"])
             continue
-        manifest = read_manifest(directory)
         state = "whole" if verify else "not verified"
         mark = ", latest" if directory == pointed else ""
         size = sum(entry.bytes for entry in manifest.files.values())
@@ -94,16 +92,6 @@ def _list(run: Location, *, verify: bool) -> list[str]:
     for problem in problems:
         print(f"damaged: {problem}")
     return problems
-
-
-def _problem(directory: Location, *, verify: bool) -> str | None:
-    if verify:
-        return whole(directory, ALONE, archived=True)  # every byte is read
-    try:
-        read_manifest(directory)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _show(directory: Location, manifest: Manifest) -> None:
@@ -116,10 +104,8 @@ def _show(directory: Location, manifest: Manifest) -> None:
         print(f"  rollback    {rollback}")
     print(f"  tokenizer   {manifest.tokenizer or 'none'}")
     print(f"  random      {manifest.random}")
-    _table(
-        ["file", "bytes", "SHA-256"],
-        [[name, f"{entry.bytes:,}", entry.sha256[:16]] for name, entry in sorted(manifest.files.items())],
-    )
+    files = sorted(manifest.files.items())
+    _table(["file", "bytes", "SHA-256"], [[name, f"{entry.bytes:,}", entry.sha256[:16]] for name, entry in files])
     kinds = sorted(manifest.tensors, key=lambda kind: (kind != MODEL, kind))
     names = manifest.tensors.get(MODEL, {})
     rows = []
@@ -147,9 +133,8 @@ def _compare(first: Location, second: Location) -> Iterator[str]:
             raise CheckpointError(problem)
     manifests = read_manifest(first), read_manifest(second)
     readers = Reader(first, manifests[0]), Reader(second, manifests[1])
-    kinds = sorted(
-        {kind for manifest in manifests for kind in manifest.tensors}, key=lambda kind: (kind != MODEL, kind)
-    )
+    found = {kind for manifest in manifests for kind in manifest.tensors}
+    kinds = sorted(found, key=lambda kind: (kind != MODEL, kind))
     equal, different = 0, 0
     for kind in kinds:
         tables = [manifest.tensors.get(kind, {}) for manifest in manifests]

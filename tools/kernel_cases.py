@@ -11,6 +11,7 @@ import itertools
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,10 @@ def _norm(width: int, name: str, rms: bool, *, residual: bool = False, aligned: 
     # reads x and dy again. Narrow rows have many partial sums a byte: nothing is stated for them.
     times = {"forward": 4, "forward_wide": 5} if residual else {"forward": 2, "forward_wide": 2}
     times |= dict.fromkeys(("backward", "backward_chunked", "backward_wide"), 4 if residual else 3)
-    return Case(
-        name=f"{'add_' * residual}{'rms' if rms else 'layer'}_norm {width} {name}",
-        launch=launch,
-        narrow=_NARROW_NORM | ({"backward": 6} if width > 4096 else {}),  # a row more is begun before the first
-        aligned=aligned,
-        minimum=_times(x.nbytes, **times, backward_columns=2) if width >= 2048 else {},
-    )
+    label = f"{'add_' * residual}{'rms' if rms else 'layer'}_norm {width} {name}"
+    narrow = _NARROW_NORM | ({"backward": 6} if width > 4096 else {})  # a row more is begun before the first
+    minimum = _times(x.nbytes, **times, backward_columns=2) if width >= 2048 else {}
+    return Case(name=label, launch=launch, narrow=narrow, aligned=aligned, minimum=minimum)
 
 
 # ---- softmax and cross-entropy
@@ -109,13 +107,14 @@ def _softmax(sk: int, name: str, *, causal: bool, window: int | None = None) -> 
     x = _meta(1, 2, 64, sk, dtype=DTYPES[name])
     mask: dict[str, Any] = {"scale": 0.125, "causal": causal, "offset": sk - 64, "window": window}
     kind = f"causal, window {window}" if window else "causal" if causal else "plain"
-    return Case(
-        name=f"fused_softmax {kind} {sk} {name}",
-        launch=lambda: (softmax.forward(x, **mask), softmax.backward(x, x, **mask)),
-        aligned=sk % 16 == 0,
-        # Of a window, what is read depends on it.
-        minimum={} if window else _times(x.nbytes, forward=2, forward_long=2, backward=3, backward_long=3),
-    )
+
+    def launch() -> None:
+        softmax.forward(x, **mask)
+        softmax.backward(x, x, **mask)
+
+    # Of a window, what is read depends on it.
+    minimum = {} if window else _times(x.nbytes, forward=2, forward_long=2, backward=3, backward_long=3)
+    return Case(name=f"fused_softmax {kind} {sk} {name}", launch=launch, aligned=sk % 16 == 0, minimum=minimum)
 
 
 def _cross_entropy(width: int, name: str, *, smoothing: bool, columns: int | None = None) -> Case:
@@ -129,13 +128,10 @@ def _cross_entropy(width: int, name: str, *, smoothing: bool, columns: int | Non
         cross_entropy.statistics(logits, targets, **place)
         cross_entropy.gradient_(logits, targets, token, token, token, **place)
 
-    return Case(
-        name=f"cross_entropy {columns} of {width}{', smoothing' if smoothing else ''} {name}",
-        launch=launch,
-        narrow={"forward": 5, "backward": 4},  # a token has one target, its logit, and three statistics
-        aligned=width % 16 == 0,
-        minimum=_times(logits.nbytes, forward=1, backward=2),
-    )
+    label = f"cross_entropy {columns} of {width}{', smoothing' if smoothing else ''} {name}"
+    narrow = {"forward": 5, "backward": 4}  # a token has one target, its logit, and three statistics
+    minimum = _times(logits.nbytes, forward=1, backward=2)
+    return Case(name=label, launch=launch, narrow=narrow, aligned=width % 16 == 0, minimum=minimum)
 
 
 def _merged_statistics(ranks: int) -> Case:
@@ -155,23 +151,21 @@ def _merged_statistics(ranks: int) -> Case:
 
 def _rotary(heads: int, size: int, name: str) -> Case:
     x, angles = _meta(2, 1024, heads, size, dtype=DTYPES[name]), _meta(1024, size // 2, dtype=torch.float32)
-    return Case(
-        name=f"rotary {heads} x {size} {name}",
-        launch=lambda: rotary.rotate(x, angles, angles, backwards=False),
-        narrow={"rotate": 2},  # cosine and sine, where a thread holds one of them
-        minimum={"rotate": 2 * x.nbytes + 2 * angles.nbytes},
-    )
+    launch = partial(rotary.rotate, x, angles, angles, backwards=False)
+    narrow = {"rotate": 2}  # cosine and sine, where a thread holds one of them
+    minimum = {"rotate": 2 * x.nbytes + 2 * angles.nbytes}
+    return Case(name=f"rotary {heads} x {size} {name}", launch=launch, narrow=narrow, minimum=minimum)
 
 
 def _split_rotary(heads: int, size: int, name: str) -> Case:
     groups = heads // 4
     packed, angles = _meta(2, 1024, 6 * groups, size, dtype=DTYPES[name]), _meta(1024, size // 2, dtype=torch.float32)
-    return Case(
-        name=f"split_rotary {heads} x {size} {name}",
-        launch=lambda: rotary.join(*rotary.split(packed, angles, angles, groups=groups), angles, angles),
-        narrow={"split": 2, "join": 2},
-        minimum=_times(2 * packed.nbytes + 2 * angles.nbytes, split=1, join=1),
-    )
+
+    def launch() -> None:
+        rotary.join(*rotary.split(packed, angles, angles, groups=groups), angles, angles)
+
+    narrow, minimum = {"split": 2, "join": 2}, _times(2 * packed.nbytes + 2 * angles.nbytes, split=1, join=1)
+    return Case(name=f"split_rotary {heads} x {size} {name}", launch=launch, narrow=narrow, minimum=minimum)
 
 
 def _gelu(width: int, name: str, *, biased: bool = True) -> Case:
@@ -181,12 +175,9 @@ def _gelu(width: int, name: str, *, biased: bool = True) -> Case:
         gelu.forward(x, bias if biased else None)
         gelu.backward_biased(x, x, bias) if biased else gelu.backward(x, x)
 
-    return Case(
-        name=f"{'bias_' * biased}gelu {width} {name}",
-        launch=launch,
-        narrow={"backward_biased": 2},  # the bias and the sum of its gradient, once a program
-        minimum=_times(x.nbytes, forward=2, backward=3, backward_biased=3),
-    )
+    narrow = {"backward_biased": 2}  # the bias and the sum of its gradient, once a program
+    minimum = _times(x.nbytes, forward=2, backward=3, backward_biased=3)
+    return Case(name=f"{'bias_' * biased}gelu {width} {name}", launch=launch, narrow=narrow, minimum=minimum)
 
 
 def _swiglu(width: int, name: str) -> Case:
@@ -268,12 +259,9 @@ def _permuted(width: int, chosen: int, name: str, *, weighted: bool) -> Case:
             permute.spread(tokens, rows, order, weights)
 
     once, both = rows.nbytes + tokens.nbytes, 2 * rows.nbytes + tokens.nbytes
-    return Case(
-        name=f"rows of {chosen} experts {width} {name}{'' if weighted else ', sums'}",
-        launch=launch,
-        narrow={"gather": 1, "combine": 2 * chosen, "spread": 3},  # where a row lies, and its weight
-        minimum={"gather": once, "combine": once, "spread": both},
-    )
+    label = f"rows of {chosen} experts {width} {name}{'' if weighted else ', sums'}"
+    narrow = {"gather": 1, "combine": 2 * chosen, "spread": 3}  # where a row lies, and its weight
+    return Case(name=label, launch=launch, narrow=narrow, minimum={"gather": once, "combine": once, "spread": both})
 
 
 _KINDS: dict[str, Callable[..., Case]] = {

@@ -24,7 +24,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
@@ -47,74 +46,31 @@ _SURPLUS = 1.05  # bytes moved over bytes stated: what there is one of a row or 
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What became of one kernel.
+_LINE = (
+    "{name}: {warps} warps, {registers} registers, {shared} B shared, {wide} x 128 bits, {narrow} narrower, "
+    "{pieces} pieces, stack {stack}, spills {spills}, {warps_per_sm} warps per SM, {asynchronous} async copies, "
+    "{barriers} barriers, {moved} bytes"
+)
+Record = dict[str, Any]  # what became of one kernel: see compile_all
 
-    Attributes:
-        case: the operator, shape and dtype it was launched for.
-        kernel: the kernel's name.
-        architecture: 90 or 80.
-        warps: of a program.
-        registers: of a thread.
-        stack: bytes of a thread; more than 0 means that registers spilled.
-        spills: instructions that move registers to memory and back.
-        shared: bytes of shared memory of a program.
-        wide: global loads and stores of 128 bits.
-        narrow: global loads and stores of less.
-        pieces: those among them of less than 32 bits: a row of 16-bit numbers read one by one.
-        allowed: narrow ones that are as they should be (a row's mean, its target, ...).
-        asynchronous: copies from global to shared memory that a thread does not wait for (LDGSTS).
-        barriers: of a program.
-        moved: bytes of the tensors that the kernel reads, and of those that it writes; a second read of a tensor comes
-            from cache.
-        minimum: bytes stated for it; 0: none are.
-    """
 
-    case: str
-    kernel: str
-    architecture: int
-    warps: int
-    registers: int
-    stack: int
-    spills: int
-    shared: int
-    wide: int
-    narrow: int
-    pieces: int
-    allowed: int
-    asynchronous: int
-    barriers: int
-    moved: int
-    minimum: int
+def problems_of(of: Record) -> list[str]:
+    """What is wrong with a kernel, one line each."""
+    rules = {
+        "{name} spills: {stack} bytes of stack, {spills} LDL/STL": of["stack"] or of["spills"],
+        "{name} asks for {shared} bytes of shared memory": of["shared"] > SHARED_LIMIT[of["architecture"]],
+        "{name} has {narrow} global accesses of less than 128 bits ({pieces} of less than 32) and {wide} of 128; "
+        "{allowed} narrow ones are expected": of["allowed"] >= 0 and (of["narrow"] > of["allowed"] or not of["wide"]),
+        "{name} moves {moved} bytes; it should move {minimum}": of["minimum"]
+        and not of["minimum"] <= of["moved"] <= _SURPLUS * of["minimum"],
+    }
+    return [text.format_map(of) for text, is_broken in rules.items() if is_broken]
 
-    @property
-    def warps_per_sm(self) -> int:
-        """Warps that a processor runs at once, of as many programs as its registers and shared memory hold."""
-        warp = -(-self.registers * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
-        shared = (SHARED_LIMIT[self.architecture] + _SHARED_EXTRA) // (self.shared + _SHARED_EXTRA)
-        return self.warps * min(_WARPS // self.warps, _REGISTERS // (warp * self.warps), shared, _PROGRAMS)
 
-    @property
-    def name(self) -> str:
-        """Unique among all that are compiled."""
-        return f"{self.case}, {self.kernel}, sm_{self.architecture}"
-
-    def problems(self) -> list[str]:
-        """What is wrong with it, one line each."""
-        problems = []
-        if self.stack or self.spills:
-            problems.append(f"{self.name} spills: {self.stack} bytes of stack, {self.spills} LDL/STL")
-        if self.shared > SHARED_LIMIT[self.architecture]:
-            problems.append(f"{self.name} asks for {self.shared} bytes of shared memory")
-        if self.allowed >= 0 and (self.narrow > self.allowed or not self.wide):
-            problems.append(
-                f"{self.name} has {self.narrow} global accesses of less than 128 bits ({self.pieces} of less than 32) "
-                f"and {self.wide} of 128; {self.allowed} narrow ones are expected"
-            )
-        if self.minimum and not self.minimum <= self.moved <= _SURPLUS * self.minimum:
-            problems.append(f"{self.name} moves {self.moved} bytes; it should move {self.minimum}")
-        return problems
+def _warps_per_sm(of: Record) -> int:
+    warp = -(-of["registers"] * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
+    shared = (SHARED_LIMIT[of["architecture"]] + _SHARED_EXTRA) // (of["shared"] + _SHARED_EXTRA)
+    return int(of["warps"] * min(_WARPS // of["warps"], _REGISTERS // (warp * of["warps"]), shared, _PROGRAMS))
 
 
 class Target:
@@ -182,30 +138,42 @@ def _moved(code: str, tensors: Sequence[torch.Tensor]) -> int:
     return sum(size[name] for names in moved.values() for name in names)
 
 
-def compile_case(case: Case, architecture: int) -> list[tuple[dict[str, Any], bytes]]:
-    """The kernels that a case launches: the attributes of `Compiled` that the compiler returns, and the cubin."""
+def compile_case(case: Case, architecture: int) -> list[tuple[Record, bytes]]:
+    """The kernels that a case launches: what the compiler says of each, and the cubin."""
     made: list[tuple[str, Any, int]] = []
     with _compiling(architecture, made):
         case.launch()
     found = []
     for name, kernel, moved in made:
-        short = name.strip("_")
+        short, of = name.strip("_"), kernel.metadata
         attributes = {
-            "case": case.name,
-            "kernel": short,
-            "architecture": kernel.metadata.target.arch,
-            "warps": kernel.metadata.num_warps,
-            "shared": kernel.metadata.shared,
-            "allowed": case.narrow.get(short, 0) if case.aligned else -1,
-            "moved": moved,
+            "name": f"{case.name}, {short}, sm_{of.target.arch}", "case": case.name, "kernel": short,
+            "architecture": of.target.arch, "warps": of.num_warps,
+            "shared": of.shared, "allowed": case.narrow.get(short, 0) if case.aligned else -1, "moved": moved,
             "minimum": case.minimum.get(short, 0),
-        }
+        }  # fmt: skip
         found.append((attributes, kernel.asm["cubin"]))
     return found
 
 
-def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
-    """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes."""
+def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Record]:
+    """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes.
+
+    Returns:
+        A record of each kernel:
+        case, kernel, architecture: the operator, shape and dtype it was launched for; its name; 90 or 80.
+        name: of the three, unique among all that are compiled.
+        warps, registers, stack: of a program; of a thread; bytes of a thread: more than 0 means that registers spilled.
+        spills: instructions that move registers to memory and back.
+        shared, barriers: bytes of shared memory of a program; barriers of a program.
+        warps_per_sm: that a processor runs at once, of as many programs as its registers and shared memory hold.
+        wide, narrow: global loads and stores of 128 bits; of less.
+        pieces: the narrow ones of less than 32 bits: a row of 16-bit numbers read one by one.
+        allowed: narrow ones that are as they should be (a row's mean, its target, ...); -1: any number.
+        asynchronous: copies from global to shared memory that a thread does not wait for (LDGSTS).
+        moved: bytes of the tensors that it reads, and of those that it writes; a second read comes from cache.
+        minimum: bytes stated for it; 0: none are.
+    """
     chosen = [
         (i, architecture)
         for i, case in enumerate(cases(shapes))
@@ -220,10 +188,11 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
         figures |= _disassembled({cubin for of, cubin in binaries if of["architecture"] == architecture}, architecture)
-    return [Compiled(**(attributes | figures[cubin])) for attributes, cubin in binaries]
+    records = [attributes | figures[cubin] for attributes, cubin in binaries]
+    return [one | {"warps_per_sm": _warps_per_sm(one)} for one in records]
 
 
-def _compile_numbered(shapes: str, number: int, architecture: int) -> list[tuple[dict[str, Any], bytes]]:
+def _compile_numbered(shapes: str, number: int, architecture: int) -> list[tuple[Record, bytes]]:
     return compile_case(cases(shapes)[number], architecture)
 
 
@@ -286,22 +255,19 @@ def _run(program: str, *arguments: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Compile all, or those whose name contains --only; exit status 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT",
-        help="compile only the cases whose name contains this text; give it again for more of them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--shapes", choices=("common", "product"), default="common",
-        help="common: the shapes of common models. product: row kernels at widths 2,048 to 16,384, sequences of 2k to "
-        "32k and vocabulary shards of 16k to 128k. Default: common.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--architecture", type=int, choices=list(ARCHITECTURES), help="compile for this architecture. Default: for all."
+    add = parser.add_argument
+    part = "compile only the cases whose name contains this text; give it again for more of them"
+    add("--only", action="append", default=[], metavar="TEXT", help=part)
+    shapes = (
+        "common: the shapes of common models. product: row kernels at widths 2,048 to 16,384, sequences of 2k to "
+        "32k and vocabulary shards of 16k to 128k. Default: common."
     )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile. Default: one per core."
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add("--shapes", choices=("common", "product"), default="common", help=shapes)
+    one = "compile for this architecture. Default: for all."
+    add("--architecture", type=int, choices=list(ARCHITECTURES), help=one)
+    jobs = "number of processes that compile. Default: one per core."
+    add("--jobs", type=int, default=os.cpu_count() or 1, help=jobs)
+    add("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
     architectures = [options.architecture] if options.architecture else list(ARCHITECTURES)
     names = [case.name for case in cases(options.shapes)]
@@ -311,17 +277,11 @@ def main(argv: list[str] | None = None) -> int:
             f"--only {', '.join(unknown)}: no case of these shapes has this in its name; names begin with: {known}"
         )
     compiled = compile_all(options.shapes, options.only, architectures, options.jobs)
-    problems = [problem for c in compiled for problem in c.problems()]
+    problems = [problem for one in compiled for problem in problems_of(one)]
     if options.json:
-        records = [asdict(result) | {"name": result.name, "warps_per_sm": result.warps_per_sm} for result in compiled]
-        print(json.dumps({"triton": triton.__version__, "compiled": records, "problems": problems}, indent=1))
+        print(json.dumps({"triton": triton.__version__, "compiled": compiled, "problems": problems}, indent=1))
     else:
-        for c in compiled:
-            print(
-                f"{c.name}: {c.warps} warps, {c.registers} registers, {c.shared} B shared, {c.wide} x 128 bits, "
-                f"{c.narrow} narrower, {c.pieces} pieces, stack {c.stack}, spills {c.spills}, "
-                f"{c.warps_per_sm} warps per SM, {c.asynchronous} async copies, {c.barriers} barriers, {c.moved} bytes"
-            )
+        print("\n".join(_LINE.format_map(one) for one in compiled))
     print("\n".join(problems), file=sys.stderr)
     return 1 if problems else 0
 

@@ -7,14 +7,12 @@ All inputs must hold tokens of one dtype and, where they say so, of one tokenize
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.data.indexed.reader import IndexedDataset
@@ -25,14 +23,10 @@ from megacore.progress import Progress
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
     parser = ToolParser(prog="merge_datasets.py", description="Concatenate .bin/.idx datasets, in the order given.")
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX",
-        help="prefixes of the datasets to read: paths without .bin and .idx",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX",
-        help="prefix of the dataset to write: a path without .bin and .idx",
-    )  # fmt: skip
+    files = "prefixes of the datasets to read: paths without .bin and .idx"
+    parser.flag("--input PREFIX", files, nargs="+", required=True)
+    written = "prefix of the dataset to write: a path without .bin and .idx"
+    parser.flag("--output-prefix PREFIX", written, required=True)
     return run_tool(parser, argv, _merge)
 
 
@@ -41,10 +35,8 @@ def _merge(args: Namespace) -> None:
     with Progress("merging", total) as progress:
         sidecar = merge(args.input, args.output_prefix, on_copied=progress.advance)
     merged = IndexedDataset(args.output_prefix)
-    print(
-        f"{args.output_prefix}.bin|idx: {merged.num_documents:,} documents, {len(merged):,} sequences, "
-        f"{merged.num_tokens:,} tokens ({merged.dtype.name}) of {len(args.input)} datasets"
-    )
+    sizes = f"{merged.num_documents:,} documents, {len(merged):,} sequences, {merged.num_tokens:,} tokens"
+    print(f"{args.output_prefix}.bin|idx: {sizes} ({merged.dtype.name}) of {len(args.input)} datasets")
     if sidecar is None:
         print(f"{args.output_prefix}.json is not written: not every input has one", file=sys.stderr)
 

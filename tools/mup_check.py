@@ -13,21 +13,20 @@ at any width. Without, it is above 0: the learning rate that is right for one wi
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 import torch
 from torch import Tensor
 
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import Config, DataConfig, ModelConfig, MupConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megacore.config import Config, TrainingConfig
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import Microbatch
 from megacore.drawing.canvas import require_writable, save
@@ -48,14 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Check that muP (--mup-base-width) makes the steps of hidden states and logits independent of the "
         "width, and draw them over the width.",
     )
-    add = parser.add_argument
-    add(
-        "--widths", type=positive, nargs="+", default=[64, 128, 256, 512], metavar="N",
-        help=f"hidden sizes, multiples of {_HEAD}, two or more; the first is the base. Default: 64 128 256 512.",
-    )  # fmt: skip
-    add("--steps", type=positive, default=5, metavar="N", help="steps of each model. Default: 5.")
-    add("--lr", type=float, default=0.01, metavar="X", help="learning rate at the base width. Default: 0.01.")
-    add("-o", "--output", type=Path, metavar="FILE", help=".svg, or .png with matplotlib. Default: none.")
+    widths = f"hidden sizes, multiples of {_HEAD}, two or more; the first is the base"
+    parser.flag("--widths N", widths, positive, [64, 128, 256, 512], nargs="+")
+    parser.flag("--steps N", "steps of each model", positive, 5)
+    parser.flag("--lr X", "learning rate at the base width", float, 0.01)
+    parser.flag("-o --output FILE", ".svg, or .png with matplotlib. Default: none.", Path)
     return run_tool(parser, argv, _check)
 
 
@@ -91,44 +87,35 @@ def changes(width: int, base: int | None, *, steps: int, lr: float) -> tuple[flo
         lr: learning rate, at the base width.
     """
     with tempfile.TemporaryDirectory() as directory:
-        config = Config(
-            model=ModelConfig(
-                num_layers=_LAYERS, hidden_size=width, num_attention_heads=width // _HEAD, vocab_size=_VOCAB
-            ),
-            mup=MupConfig(mup_base_width=base),
-            parallel=ParallelConfig(device="cpu"),
-            data=DataConfig(mock_data=True, seq_length=_SEQUENCE),
-            optimizer=OptimizerConfig(lr=lr, lr_decay_style="constant", clip_grad=0.0),
-            training=TrainingConfig(
-                train_iters=steps, micro_batch_size=_BATCH, global_batch_size=_BATCH, output_dir=directory
-            ),
-        ).resolve(1)
+        values = {
+            "num_layers": _LAYERS, "hidden_size": width, "num_attention_heads": width // _HEAD, "vocab_size": _VOCAB,
+            "mup_base_width": base, "device": "cpu", "mock_data": True, "seq_length": _SEQUENCE, "lr": lr,
+            "lr_decay_style": "constant", "clip_grad": 0.0, "micro_batch_size": _BATCH, "global_batch_size": _BATCH,
+        }  # fmt: skip
+        training = TrainingConfig(train_iters=steps, output_dir=directory)
+        config = Config(training=training).with_values(values).resolve(1)
         mesh = Mesh(device=torch.device("cpu"))
-        training = TrainStep(GPTTask(config, mesh), config, mesh)
+        trained = TrainStep(GPTTask(config, mesh), config, mesh)
         data = MockDataset(_VOCAB, _SEQUENCE, _BATCH * (steps + 1), config.training.seed)
         batches = [_batch(data, first) for first in range(0, len(data), _BATCH)]
-        before = _outputs(training, batches[0])
+        before = _outputs(trained, batches[0])
         for batch in batches[1:]:
-            training.compute_gradients([batch])
-            training.update_weights()
-        pairs = zip(_outputs(training, batches[0]), before, strict=True)
+            trained.compute_gradients([batch])
+            trained.update_weights()
+        pairs = zip(_outputs(trained, batches[0]), before, strict=True)
         hidden, logits = (float((after - first).abs().mean()) for after, first in pairs)
     return hidden, logits
 
 
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     """Of the line of least squares through the logarithms."""
-    xs, ys = [math.log(width) for width in widths], [math.log(size) for size in sizes]
-    middle, level = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - middle) * (y - level) for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+    return statistics.linear_regression(list(map(math.log, widths)), list(map(math.log, sizes))).slope
 
 
 def _batch(data: MockDataset, first: int) -> Microbatch:
     samples = [data[first + number] for number in range(_BATCH)]
-    tensors = {
-        name: torch.stack([torch.from_numpy(sample[name]) for sample in samples])
-        for name in ("tokens", "labels", "loss_mask")
-    }
+    names = ("tokens", "labels", "loss_mask")
+    tensors = {name: torch.stack([torch.from_numpy(sample[name]) for sample in samples]) for name in names}
     return Microbatch(index=first // _BATCH, **tensors)
 
 

@@ -6,17 +6,15 @@ python tools/perplexity.py output --data-path data/corpus_text_document
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, add_program, positive, run_tool
 from megacore.data.indexed.corpus import check_files, read_chunks
@@ -57,7 +55,10 @@ def _measure(args: Namespace) -> None:
     scorer = Scorer(model.stage(args.device), config, batch_size=args.batch_size)
     total = Surprise()
     with ExitStack() as stack:
-        file = stack.enter_context(_results(Path(args.per_document))) if args.per_document else None
+        path = Path(args.per_document) if args.per_document else None
+        # Whole or absent, unless it is a pipe or a device.
+        opened = path and (path.open("wb") if path.exists() and not path.is_file() else replacing(path.resolve()))
+        file = stack.enter_context(opened) if opened else None
         for found in surprises(scorer, documents, prefix=prefix, length=length, stride=stride):
             if file is not None:
                 file.write((json.dumps({"document": total.documents, **_record(found)}) + "\n").encode())
@@ -74,14 +75,8 @@ def _measure(args: Namespace) -> None:
 
 
 def _record(of: Surprise) -> dict[str, Any]:
-    return {
-        "documents": of.documents,
-        "tokens": of.tokens,
-        "bytes": of.bytes,
-        "nats": of.nats,
-        "perplexity": of.perplexity,
-        "bits_per_byte": of.bits_per_byte,
-    }
+    names = ("documents", "tokens", "bytes", "nats", "perplexity", "bits_per_byte")
+    return {name: getattr(of, name) for name in names}
 
 
 def _check_output(path: Path, inputs: Sequence[str]) -> None:
@@ -94,11 +89,6 @@ def _check_output(path: Path, inputs: Sequence[str]) -> None:
         raise UserError(f"--per-document {path} would overwrite one of the inputs: name another file")
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--per-document {path} cannot be written: name a file in a directory that exists")
-
-
-def _results(path: Path) -> AbstractContextManager[BinaryIO]:
-    """The file to write: whole or absent, unless it is a pipe or a device."""
-    return path.open("wb") if path.exists() and not path.is_file() else replacing(path.resolve())
 
 
 def _prefix(choice: str, tokenizer: Tokenizer) -> int | None:
@@ -139,32 +129,22 @@ def _parser() -> ToolParser:
         prog="perplexity.py", description="Perplexity and bits per byte of texts under a checkpoint of any layout."
     )
     parser.add_run("--checkpoint")
-    add = parser.add_argument
-    add(
-        "--input", nargs="+", default=[], metavar="FILE",
-        help="texts: JSON lines (.jsonl, .json), Parquet or plain text, also .gz and .zst",
-    )  # fmt: skip
-    add("--data-path", metavar="PREFIX", help="dataset of tools/preprocess_data.py, instead of --input")
-    add("--text-key", default="text", metavar="KEY", help="key of the text in JSON lines. Default: text.")
-    add(
-        "--text-unit", choices=("line", "paragraph", "file"), default="file",
-        help="what a document is in plain text. Default: file.",
-    )  # fmt: skip
-    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
-    add(
-        "--prefix", choices=("auto", "bos", "eod", "none"), default="auto",
-        help="token before each document, which is not predicted. Default: auto, bos if the tokenizer has one, else "
-        "eod.",
-    )  # fmt: skip
-    add("--context", type=positive, metavar="N", help="tokens that the model reads at once. Default: its positions.")
-    add(
-        "--stride", type=positive, metavar="N",
-        help="tokens between two windows of a long document. Default: half of the context.",
-    )  # fmt: skip
-    add("--batch-size", type=positive, default=8, metavar="N", help="windows computed at once. Default: 8.")
-    add("--per-document", metavar="FILE", help="also write a line of JSON for each document")
-    add("--json", action="store_true", help="print one line of JSON instead of text")
-    add("--device", default="auto", help="auto, cpu, cuda or another accelerator. Default: auto.")
+    flag = parser.flag
+    texts = "texts: JSON lines (.jsonl, .json), Parquet or plain text, also .gz and .zst"
+    flag("--input FILE", texts, nargs="+", default=[])
+    flag("--data-path PREFIX", "dataset of tools/preprocess_data.py, instead of --input")
+    flag("--text-key KEY", "key of the text in JSON lines", default="text")
+    units = ("line", "paragraph", "file")
+    flag("--text-unit", "what a document is in plain text", choices=units, default="file")
+    flag("--tokenizer PATH", "tokenizer to use. Default: the one in the checkpoint.")
+    first = "token before each document, which is not predicted. Default: auto, bos if the tokenizer has one, else eod."
+    flag("--prefix", first, choices=("auto", "bos", "eod", "none"), default="auto")
+    flag("--context N", "tokens that the model reads at once. Default: its positions.", positive)
+    flag("--stride N", "tokens between two windows of a long document. Default: half of the context.", positive)
+    flag("--batch-size N", "windows computed at once", positive, 8)
+    flag("--per-document FILE", "also write a line of JSON for each document")
+    flag("--json", "print one line of JSON instead of text")
+    flag("--device DEVICE", "auto, cpu, cuda or another accelerator", default="auto")
     add_program(parser)
     return parser
 

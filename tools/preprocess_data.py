@@ -8,16 +8,14 @@ writes data/corpus_text_document.bin, .idx and .json; they appear only when comp
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
@@ -41,59 +39,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> ToolParser:
     parser = ToolParser(prog="preprocess_data.py", description="Tokenize text files into a .bin/.idx dataset.")
-    add = parser.add_argument
-    add(
-        "--input", nargs="+", required=True, metavar="FILE",
-        help=".jsonl or plain text, also .gz and .zst, or .parquet (pip install pyarrow)",
-    )  # fmt: skip
-    add(
-        "--tokenizer", "--tokenizer-model", "--vocab-file", required=True, metavar="PATH",
-        help="a tokenizer.json or a directory with one, a SentencePiece .model, GPT-2's vocab.json or BERT's vocab.txt",
-    )  # fmt: skip
-    add(
-        "--merge-file", metavar="FILE",
-        help="GPT-2's merges.txt, where --tokenizer is its vocab.json. Default: the file of that name beside it.",
-    )  # fmt: skip
-    add(
-        "--output-prefix", required=True, metavar="P",
-        help="prefix of the files to write: P_text_document.bin, .idx and .json",
-    )  # fmt: skip
-    add(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of the .jsonl objects, or columns of .parquet files; each has its own output. Default: text.",
-    )  # fmt: skip
-    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    add(
-        "--split-sentences", action="store_true",
-        help="make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence",
-    )  # fmt: skip
-    add(
-        "--text-unit", choices=get_args(TextUnit), default="line",
-        help="what is a document in plain text. Default: line.",
-    )  # fmt: skip
-    add(
-        "--workers", type=worker_count, default=available_cores(), metavar="N",
-        help="processes that tokenize. Default: one per core.",
-    )  # fmt: skip
-    add(
-        "--encoder", choices=("auto", "tiktoken", "tokenizers"), default="auto",
-        help="encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the same ids. auto: "
-        "tiktoken for inputs of 16 MB or more, if possible. Default: auto.",
-    )  # fmt: skip
-    add("--deduplicate", action="store_true", help="drop a document whose texts equal those of an earlier one")
-    add("--strict", action="store_true", help="refuse the input at its first bad line")
-    add(
-        "--sft", action="store_true",
-        help="read conversations: .jsonl lines with messages (a list of role and content), or with prompt and "
+    flag = parser.flag
+    files = ".jsonl or plain text, also .gz and .zst, or .parquet (pip install pyarrow)"
+    flag("--input FILE", files, nargs="+", required=True)
+    flag(
+        "--tokenizer --tokenizer-model --vocab-file PATH",
+        "a tokenizer.json or a directory with one, a SentencePiece .model, GPT-2's vocab.json or BERT's vocab.txt",
+        required=True,
+    )
+    merges = "GPT-2's merges.txt, where --tokenizer is its vocab.json. Default: the file of that name beside it."
+    flag("--merge-file FILE", merges)
+    flag("--output-prefix P", "prefix of the files to write: P_text_document.bin, .idx and .json", required=True)
+    keys = "keys of the .jsonl objects, or columns of .parquet files; each has its own output"
+    flag("--json-keys KEY", keys, nargs="+", default=["text"])
+    flag("--append-eod", "end every document with the end-of-document token")
+    flag("--split-sentences", "make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence")
+    flag("--text-unit", "what is a document in plain text", choices=get_args(TextUnit), default="line")
+    flag("--workers N", "processes that tokenize. Default: one per core.", worker_count, available_cores())
+    flag(
+        "--encoder",
+        "encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the same ids. auto: "
+        "tiktoken for inputs of 16 MB or more, if possible",
+        choices=("auto", "tiktoken", "tokenizers"),
+        default="auto",
+    )
+    flag("--deduplicate", "drop a document whose texts equal those of an earlier one")
+    flag("--strict", "refuse the input at its first bad line")
+    flag(
+        "--sft",
+        "read conversations: .jsonl lines with messages (a list of role and content), or with prompt and "
         "completion. Only the assistant's replies are predicted. Writes P_sft_document and its loss mask, "
         "P_sft_document_loss_mask",
-    )  # fmt: skip
-    add(
-        "--chat-template", choices=get_args(ChatTemplate), default="auto",
-        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
-        "transformers. plain: <|role|> on a line, then the content. auto: tokenizer if there is one, else plain. "
-        "Default: auto.",
-    )  # fmt: skip
+    )
+    flag(
+        "--chat-template",
+        "how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
+        "transformers. plain: <|role|> on a line, then the content. auto: tokenizer if there is one, else plain",
+        choices=get_args(ChatTemplate),
+        default="auto",
+    )
     return parser
 
 
@@ -102,9 +86,8 @@ def worker_count(text: str) -> int:
     count, cores = positive(text), available_cores()
     most = max(64, 4 * cores)
     if count > most:
-        raise ArgumentTypeError(
-            f"{count} processes on {counted(cores, 'core')} only wait for each other: use at most {most}"
-        )
+        waiting = f"{count} processes on {counted(cores, 'core')} only wait for each other"
+        raise ArgumentTypeError(f"{waiting}: use at most {most}")
     return count
 
 
@@ -112,19 +95,9 @@ def _preprocess(args: Namespace) -> None:
     # The worker processes are the parallelism: threads within each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     file_bytes = check_files(args.input, None if args.sft else args.json_keys)
-    job = Job(
-        inputs=tuple(args.input),
-        output_prefix=args.output_prefix,
-        json_keys=tuple(args.json_keys),
-        append_eod=args.append_eod,
-        split_sentences=args.split_sentences,
-        text_unit=args.text_unit,
-        workers=args.workers,
-        strict=args.strict,
-        sft=args.sft,
-        deduplicate=args.deduplicate,
-        tokenizer=args.tokenizer,
-    )
+    same = ("output_prefix", "append_eod", "split_sentences", "text_unit", "workers", "strict", "sft", "deduplicate")
+    lists: dict[str, Any] = {"inputs": tuple(args.input), "json_keys": tuple(args.json_keys)}
+    job = Job(**lists, **{name: getattr(args, name) for name in (*same, "tokenizer")})
     _refuse_without_effect(args)
     tokenizer = load_tokenizer(args.tokenizer, args.merge_file)
     template = load_template(args.tokenizer, args.chat_template, tokenizer) if args.sft else None
@@ -145,12 +118,9 @@ def _encoder(args: Namespace, tokenizer: Tokenizer, file_bytes: int) -> FastEnco
         return None
     fast = fast_encoder(tokenizer, args.workers)
     if fast is None and args.encoder == "tiktoken":
-        raise ConfigError(
-            [
-                f"--encoder tiktoken cannot encode for {args.tokenizer}: tiktoken is not installed (pip install "
-                "tiktoken), the tokenizer is no byte-level BPE, or some ids differ: use --encoder auto or tokenizers"
-            ]
-        )
+        why = "tiktoken is not installed (pip install tiktoken), the tokenizer is no byte-level BPE, or some ids differ"
+        said = f"--encoder tiktoken cannot encode for {args.tokenizer}: {why}: use --encoder auto or tokenizers"
+        raise ConfigError([said])
     return fast
 
 
@@ -161,14 +131,11 @@ def _refuse_without_effect(args: Namespace) -> None:
         problems.append(f"--chat-template {args.chat_template} has no effect without --sft: leave it out, or use --sft")
     if args.sft:
         given = {
-            f"--json-keys {' '.join(args.json_keys)}": args.json_keys != ["text"],
-            "--append-eod": args.append_eod,
-            "--split-sentences": args.split_sentences,
-            f"--text-unit {args.text_unit}": args.text_unit != "line",
-            "--strict": args.strict,
-            "--deduplicate": args.deduplicate,
+            f"--json-keys {' '.join(args.json_keys)}": args.json_keys != ["text"], "--append-eod": args.append_eod,
+            "--split-sentences": args.split_sentences, f"--text-unit {args.text_unit}": args.text_unit != "line",
+            "--strict": args.strict, "--deduplicate": args.deduplicate,
             f"--encoder {args.encoder}": args.encoder != "auto",
-        }
+        }  # fmt: skip
         problems += [f"{flag} has no effect with --sft: leave it out" for flag, is_given in given.items() if is_given]
     if problems:
         raise ConfigError(problems)
@@ -177,10 +144,8 @@ def _refuse_without_effect(args: Namespace) -> None:
 def figures(report: Report) -> str:
     """Documents, megabytes of text and tokens per second."""
     seconds = max(report.seconds, 1e-9)
-    return (
-        f"{report.documents / seconds:,.0f} documents/s, {report.text_bytes / seconds / 1e6:.2f} MB/s, "
-        f"{report.tokens / seconds:,.0f} tokens/s"
-    )
+    documents, megabytes = report.documents / seconds, report.text_bytes / seconds / 1e6
+    return f"{documents:,.0f} documents/s, {megabytes:.2f} MB/s, {report.tokens / seconds:,.0f} tokens/s"
 
 
 def _summarize(job: Job, report: Report) -> None:
@@ -188,13 +153,11 @@ def _summarize(job: Job, report: Report) -> None:
         print(f"left out {line}", file=sys.stderr)
     if report.bad_count:
         print(f"left out {counted(report.bad_count, 'bad line')}; --strict refuses them", file=sys.stderr)
-    if report.empty:
-        print(f"left out {counted(report.empty, 'empty document')}", file=sys.stderr)
-    if report.repeated:
-        print(f"left out {counted(report.repeated, 'repeated document')}", file=sys.stderr)
-    outputs = ", ".join(
-        f"{prefix}.bin|idx" + ("|json" if Path(f"{prefix}.json").exists() else "") for prefix in job.outputs
-    )
+    for count, kind in ((report.empty, "empty document"), (report.repeated, "repeated document")):
+        if count:
+            print(f"left out {counted(count, kind)}", file=sys.stderr)
+    files = ((prefix, "|json" if Path(f"{prefix}.json").exists() else "") for prefix in job.outputs)
+    outputs = ", ".join(f"{prefix}.bin|idx{more}" for prefix, more in files)
     written = f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s"
     print(f"{outputs}: {written} ({figures(report)})")
 

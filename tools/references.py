@@ -58,7 +58,6 @@ UNLISTED = {
     "run_lm_eval": "the program of lm-evaluation-harness, with its flags",
 }
 """Tools that a make target or another tool starts, or that a page names by itself."""
-_COMMANDS = 1  # of each tool; guides show more
 _KINDS = {"sets": "{}", "idle": "no effect", "some": "only {}"}
 
 # ---- flags
@@ -83,19 +82,15 @@ def _section_table(name: str, section: type) -> str:
         bert = None if info.name in BertConfig.unsupported else help_text_of(info, BertConfig)
         gpt = help_text_of(info, Config) if name in SECTIONS else bert
         assert gpt is not None, "a section of pretrain_bert.py has only flags that it accepts"
-        rows.append((names if bert else f"{names} †", _value(info), _default(gpt, bert), _meaning(gpt, bert)))
+        texts = (_both(gpt, bert, name) for name in ("default", "meaning"))
+        rows.append((names if bert else f"{names} †", _value(info), *texts))
     return table(("flag", "value", "default", "meaning"), rows)
 
 
-def _default(gpt: HelpText, bert: HelpText | None) -> str:
-    """The default and, where it differs, that of pretrain_bert.py."""
-    default = gpt.default or "required"
-    return default if bert is None or bert.default == gpt.default else f"{default}<br>BERT: {bert.default}"
-
-
-def _meaning(gpt: HelpText, bert: HelpText | None) -> str:
-    """The meaning and, where it differs, that for pretrain_bert.py."""
-    return gpt.meaning if bert is None or bert.meaning == gpt.meaning else f"{gpt.meaning}<br>BERT: {bert.meaning}"
+def _both(gpt: HelpText, bert: HelpText | None, name: str) -> str:
+    """The default or the meaning and, where it differs, that of pretrain_bert.py."""
+    text, other = (getattr(of, name) for of in (gpt, bert or gpt))
+    return (text or "required") + (f"<br>BERT: {other}" if other != text else "")
 
 
 def _value(info: FieldInfo) -> str:
@@ -144,7 +139,7 @@ def _tool(name: str) -> Iterator[str]:
     first, _, rest = str(module.__doc__).partition("\n\n")
     script = console_scripts().get(name)
     yield from (f"### {name}", "", (f"`{script}`: " if script else "") + " ".join(first.split()), "")
-    yield from ("```bash", *_commands(rest), "```", "")
+    yield from ("```bash", *_command(rest), "```", "")
     said = io.StringIO()
     with (
         contextlib.redirect_stdout(said),
@@ -157,16 +152,13 @@ def _tool(name: str) -> Iterator[str]:
         yield from ("```text", options, "```", "")
 
 
-def _commands(text: str) -> list[str]:
-    """The first commands of a docstring, without their comments, in lines of at most 80 columns."""
-    commands = re.findall(r"^ *((?:python|torchrun) (?:.*\\\n)*.*)$", text, re.MULTILINE)
-    lines = []
-    for command in commands[:_COMMANDS]:
-        line = " ".join(command.partition(" #")[0].replace("\\\n", " ").split())
+def _command(text: str) -> Iterator[str]:
+    """The first command of a docstring, without its comment, in lines of at most 80 columns; guides show more."""
+    if found := re.search(r"^ *((?:python|torchrun) (?:.*\\\n)*.*)$", text, re.MULTILINE):
+        line = " ".join(found[1].partition(" #")[0].replace("\\\n", " ").split())
         line = re.sub(r"(--[\w-]+) (?!-)", "\\1\xa0", line)  # a flag and its value stay together
-        wrapped = textwrap.wrap(line, 78, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        lines += [part.replace("\xa0", " ") for part in ([f"{part} \\" for part in wrapped[:-1]] + wrapped[-1:])]
-    return lines
+        *first, last = textwrap.wrap(line, 78, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        yield from (part.replace("\xa0", " ") for part in (*(f"{part} \\" for part in first), last))
 
 
 def _options(text: str) -> str:

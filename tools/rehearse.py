@@ -24,8 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore import has_ring
 from megacore.commands.plan import ENTRIES
@@ -55,29 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Run a launch script of many nodes on this machine: what it starts is cut to a few processes, and "
         "takes a few steps. See docs/guides/coming-from-megatron.md.",
     )
-    parser.add_argument(
-        "--processes", type=positive, default=PROCESSES, metavar="N",
-        help=f"start at most N processes at a time. Default: {PROCESSES}.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--failures", type=positive, metavar="N",
-        help="run the command as it is, with --survive: kill and stop ranks at random N times, and print what a "
+    parser.flag("--processes N", "start at most N processes at a time", positive, PROCESSES)
+    parser.flag(
+        "--failures N",
+        "run the command as it is, with --survive: kill and stop ranks at random N times, and print what a "
         "failure costs. See docs/guides/failures.md.",
-    )  # fmt: skip
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="launch script, as in bash train.sh"
+        positive,
     )
-    status = 0
-
-    def run(given: argparse.Namespace) -> None:
-        nonlocal status
-        status = _run(given.command, given.processes) if given.failures is None else _fail(given)
-
-    return run_tool(parser, words, run) or status
+    script = "launch script, as in bash train.sh"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=script)
+    return run_tool(parser, words, _run)
 
 
-def _run(command: Sequence[str], processes: int) -> int:
+def _run(given: argparse.Namespace) -> int:
     """Run a command that finds this tool under the names of launchers; returns its exit status."""
+    command: Sequence[str] = given.command
+    if given.failures is not None:
+        return _fail(command, given.failures)
     if not command:
         raise UserError("no command is given: name the launch script, as in rehearse.py bash train.sh")
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -87,23 +80,21 @@ def _run(command: Sequence[str], processes: int) -> int:
             program.write_text(f'#!/bin/sh\nexec {tool} "$@"\n')
             program.chmod(0o755)
         path = os.environ.get("PATH", os.defpath)
-        environment = {**os.environ, REHEARSAL: str(processes), BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
+        ours = {REHEARSAL: str(given.processes), BEHIND: path, "PATH": f"{folder}{os.pathsep}{path}"}
         try:
-            return subprocess.run(command, env=environment, check=False).returncode
+            return subprocess.run(command, env=os.environ | ours, check=False).returncode
         except OSError as error:
-            raise UserError(
-                f"{command[0]}: {error.strerror}: give a command, as in rehearse.py bash train.sh"
-            ) from None
+            why = f"{command[0]}: {error.strerror}"
+            raise UserError(f"{why}: give a command, as in rehearse.py bash train.sh") from None
 
 
-def _fail(given: argparse.Namespace) -> int:
+def _fail(command: Sequence[str], failures: int) -> int:
     """Run a command with failures; returns its exit status."""
     if not has_ring("survive"):
         raise UserError("--failures needs megacore/survive, which is not installed: leave it out")
-    if not given.command:
+    if not command:
         raise UserError("no command is given: name one, as in rehearse.py --failures 5 torchrun ... --survive")
-    module = importlib.import_module("megacore.survive.rehearse")
-    status: int = module.rehearse_failures(given.command, given.failures)
+    status: int = importlib.import_module("megacore.survive.rehearse").rehearse_failures(command, failures)
     return status
 
 

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.errors import EXIT_REFUSED, UserError
 
@@ -49,13 +48,12 @@ def _with_model(words: list[str]) -> list[str]:
     arguments = [] if found.program is None else [f"program={found.program}"]
     if rest and not rest[0].startswith("-") and Path(rest[0]).exists():
         arguments.insert(0, f"checkpoint={rest.pop(0)}")
-    if not arguments:
-        return rest
     flag = "--model_args"
-    if flag not in rest[:-1]:
-        return [flag, ",".join(arguments), *rest]
-    at = rest.index(flag) + 1
-    return [*rest[:at], ",".join([*arguments, rest[at]]), *rest[at + 1 :]]
+    if arguments and flag in rest[:-1]:
+        at = rest.index(flag)
+        arguments.append(rest[at + 1])
+        del rest[at : at + 2]
+    return [*([flag, ",".join(arguments)] if arguments else []), *rest]
 
 
 if __name__ == "__main__":

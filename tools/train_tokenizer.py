@@ -7,15 +7,13 @@ The output directory is what `--tokenizer` of the other tools takes. The same in
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
@@ -44,23 +42,15 @@ def vocabulary_size(text: str) -> int:
 
 def _parser() -> ToolParser:
     parser = ToolParser(prog="train_tokenizer.py", description="Train a tokenizer on text files.")
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, also .gz and .zst")
-    add(
-        "--model", choices=get_args(TokenizerKind), default="bpe",
-        help="kind of tokenizer; bpe is byte-level. Default: bpe.",
-    )  # fmt: skip
-    add(
-        "--vocab-size", type=vocabulary_size, required=True, metavar="N", help="largest vocabulary, with special tokens"
-    )
-    add("--output", required=True, metavar="DIR", help="directory to write; created if it does not exist")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the .jsonl objects. Default: text.")
-    add(
-        "--text-unit", choices=get_args(TextUnit), default="line",
-        help="what is a document in plain text. Default: line.",
-    )  # fmt: skip
-    add("--lowercase", action="store_true", help="ignore case and accents (only --model wordpiece)")
-    add("--overwrite", action="store_true", help="replace a tokenizer of the same kind in --output")
+    flag = parser.flag
+    flag("--input FILE", ".jsonl or plain text, also .gz and .zst", nargs="+", required=True)
+    flag("--model", "kind of tokenizer; bpe is byte-level", choices=get_args(TokenizerKind), default="bpe")
+    flag("--vocab-size N", "largest vocabulary, with special tokens", vocabulary_size, required=True)
+    flag("--output DIR", "directory to write; created if it does not exist", required=True)
+    flag("--json-keys KEY", "keys of the .jsonl objects", nargs="+", default=["text"])
+    flag("--text-unit", "what is a document in plain text", choices=get_args(TextUnit), default="line")
+    flag("--lowercase", "ignore case and accents (only --model wordpiece)")
+    flag("--overwrite", "replace a tokenizer of the same kind in --output")
     return parser
 
 
@@ -71,9 +61,8 @@ def _train(args: Namespace) -> None:
     refuse_other_kind(args.output, args.model)
     refuse_overwriting(saved_files(args.output), args.input)
     texts = _Texts(args)
-    tokenizer = train_tokenizer(
-        texts, args.model, args.vocab_size, lowercase=args.lowercase, show_progress=sys.stderr.isatty()
-    )
+    options = {"lowercase": args.lowercase, "show_progress": sys.stderr.isatty()}
+    tokenizer = train_tokenizer(texts, args.model, args.vocab_size, **options)
     if not args.overwrite:
         refuse_replacing(args.output, tokenizer)
     tokenizer.save(args.output)

@@ -48,116 +48,55 @@ def parser() -> ToolParser:
         description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint, Megatron-LM "
         "and megacore, and from DeepSpeed; turn dense checkpoints into mixtures of experts.",
     )
-    add = made.add_argument
-    add(
+    flag = made.flag
+    flag(
         "--from",
+        "format of the input. megatron: Megatron-LM's torch format or torch_dist. dcp: "
+        "torch.distributed.checkpoint. peft: adapters",
         dest="source",
         required=True,
         choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp", "peft"),
-        help="format of the input. megatron: Megatron-LM's torch format or torch_dist. dcp: "
-        "torch.distributed.checkpoint. peft: adapters",
     )
-    add(
-        "--to",
-        dest="target",
-        required=True,
-        choices=("hf", "megacore", "dcp", "peft", *_OF_MEGATRON),
-        help="format of the output",
-    )
+    formats = ("hf", "megacore", "dcp", "peft", *_OF_MEGATRON)
+    flag("--to", "format of the output", dest="target", required=True, choices=formats)
     made.add_run("--input", help="run or directory to read; with --from megacore also a URL")
-    add("--output", required=True, type=local_path, metavar="DIR", help="the directory to create; it must not exist")
-    add(
-        "--max-shard-size",
-        type=size,
-        default=size("5GB"),
-        metavar="SIZE",
-        help="largest weight file, such as 500MB. Default: 5GB.",
-    )
-    add(
-        "--dtype",
-        choices=("keep", *DTYPES),
-        default="keep",
-        help="number format of the exported weights. Default: keep.",
-    )
-    add(
-        "--vocab-size",
-        type=positive,
-        metavar="N",
-        help="vocabulary without padding, for --from megatron, torch_dist and deepspeed. Default: "
+    flag("--output DIR", "the directory to create; it must not exist", local_path, required=True)
+    flag("--max-shard-size SIZE", "largest weight file, such as 500MB. Default: 5GB.", size, size("5GB"))
+    flag("--dtype", "number format of the exported weights", choices=("keep", *DTYPES), default="keep")
+    flag(
+        "--vocab-size N",
+        "vocabulary without padding, for --from megatron, torch_dist and deepspeed. Default: "
         "the size in the checkpoint's args, else the padded size.",
+        positive,
     )
-    add(
-        "--ignore-config-field",
-        metavar="NAME[,NAME]",
-        help="fields of the input's config.json to leave out, for --from hf",
-    )
-    add(
-        "--upcycle",
-        type=positive,
-        metavar="E",
-        help="turns a dense checkpoint into a mixture of E copies of the feed-forward layer, with "
+    flag("--ignore-config-field NAME[,NAME]", "fields of the input's config.json to leave out, for --from hf")
+    flag(
+        "--upcycle E",
+        "turns a dense checkpoint into a mixture of E copies of the feed-forward layer, with "
         "--from megacore --to megacore",
+        positive,
     )
-    add(
-        "--moe-router-topk",
-        type=positive,
-        metavar="K",
-        help="experts that each token of this mixture uses. Default: 2.",
-    )
-    add(
+    flag("--moe-router-topk K", "experts that each token of this mixture uses. Default: 2.", positive)
+    flag(
         "--merge",
-        action="store_true",
-        help="adds adapters of --lora-rank to the weights that they were trained beside, with --from megacore "
-        "--to megacore",
+        "adds adapters of --lora-rank to the weights that they were trained beside, with --from megacore --to megacore",
     )
-    add(
-        "--base",
-        type=local_path,
-        metavar="DIR",
-        help="checkpoint that adapters belong to, for --merge and --from peft. Default: where their run found it.",
-    )
-    add(
-        "--like",
-        type=local_path,
-        metavar="DIR",
-        help="take config.json and tokenizer from this directory: for an export, and for --from dcp and deepspeed",
-    )
-    add(
-        "--ema",
-        action="store_true",
-        help="export the moving average of the weights (--ema-decay of the run), with --from megacore",
-    )
-    add(
-        "--dcp-names",
-        choices=("torchtitan", "hf"),
-        help="tensor names of --to dcp. Default: torchtitan.",
-    )
-    add(
-        "--tp",
-        type=positive,
-        metavar="N",
-        help="tensor-parallel ranks, for --to megatron. Default: 1.",
-    )
-    add("--pp", type=positive, metavar="N", help="pipeline ranks, for --to megatron. Default: 1.")
-    add(
+    owner = "checkpoint that adapters belong to, for --merge and --from peft. Default: where their run found it."
+    flag("--base DIR", owner, local_path)
+    like = "take config.json and tokenizer from this directory: for an export, and for --from dcp and deepspeed"
+    flag("--like DIR", like, local_path)
+    flag("--ema", "export the moving average of the weights (--ema-decay of the run), with --from megacore")
+    flag("--dcp-names", "tensor names of --to dcp. Default: torchtitan.", choices=("torchtitan", "hf"))
+    flag("--tp N", "tensor-parallel ranks, for --to megatron. Default: 1.", positive)
+    flag("--pp N", "pipeline ranks, for --to megatron. Default: 1.", positive)
+    flag(
         "--megatron-norms",
-        choices=("fused", "apart"),
-        help="names of norms with --to megatron. fused: as with --transformer-impl "
+        "names of norms with --to megatron. fused: as with --transformer-impl "
         "transformer_engine. apart: as with local. Default: fused.",
+        choices=("fused", "apart"),
     )
-    add(
-        "--check-tokens",
-        type=local_path,
-        metavar="FILE",
-        help="text on which the models are compared. Default: a built-in text.",
-    )
-    add(
-        "--tolerance",
-        type=tolerance,
-        default=1e-4,
-        metavar="X",
-        help="largest relative difference of logits. Default: 1e-4.",
-    )
+    flag("--check-tokens FILE", "text on which the models are compared. Default: a built-in text.", local_path)
+    flag("--tolerance X", "largest relative difference of logits. Default: 1e-4.", tolerance, 1e-4)
     add_program(made)
     return made
 

@@ -95,24 +95,10 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
     parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point: {one_of(ENTRIES)}")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="RUN",
-        help="fit a cluster file to the run with this output directory",
-    )
-    parser.add_argument(
-        "--fit",
-        type=Path,
-        metavar="ROWS.csv",
-        help="fit the cluster and the trainer to measured steps, and plan with them: columns are flags, and seconds",
-    )
-    parser.add_argument(
-        "--fit-out",
-        type=Path,
-        metavar="FILE.toml",
-        help="write what --fit found to a cluster file, for --cluster",
-    )
+    parser.flag("--calibrate RUN", "fit a cluster file to the run with this output directory", Path)
+    fit = "fit the cluster and the trainer to measured steps, and plan with them: columns are flags, and seconds"
+    parser.flag("--fit ROWS.csv", fit, Path)
+    parser.flag("--fit-out FILE.toml", "write what --fit found to a cluster file, for --cluster", Path)
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
     parser.elsewhere[DRY_RUN] = (
         f"has no effect here, as plan.py always plans: leave it out, or use {named} {DRY_RUN}=full"
@@ -133,23 +119,13 @@ def plan_run(argv: Sequence[str], entry: str) -> int:
     else:
         parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
         action = _plan
-    _add_dry_run(parser)
+    parser.flag(DRY_RUN, DRY_RUN_FLAGS[DRY_RUN].doc, nargs="?", const="plan", choices=("plan", "full"))
     parser.elsewhere["--calibrate"] = "is a flag of tools/plan.py: use python tools/plan.py --calibrate DIR"
     for flag in ("--fit", "--fit-out"):
         parser.elsewhere[flag] = "is a flag of tools/plan.py: use python tools/plan.py --fit ROWS.csv"
     parser.set_defaults(own_flags=parser.names(), entry=entry, calibrate=None, fit=None, fit_out=None)
     parser.set_defaults(is_dry_run=True, help_of=entry)
     return run_tool(parser, argv, action)
-
-
-def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        DRY_RUN,
-        nargs="?",
-        const="plan",
-        choices=("plan", "full"),
-        help=DRY_RUN_FLAGS[DRY_RUN].doc,
-    )
 
 
 def _full_parser(entry: str) -> PlanParser:
@@ -175,11 +151,10 @@ _WORLD_SIZE = (
 )
 
 
-def _add_common_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    add("--world-size", type=positive, metavar="N", help=_WORLD_SIZE)
-    add("--json", action="store_true", help="print JSON instead of a report")
+def _add_common_flags(parser: PlanParser) -> None:
+    parser.flag("--cluster NAME", f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
+    parser.flag("--world-size N", _WORLD_SIZE, positive)
+    parser.flag("--json", "print JSON instead of a report")
 
 
 def _parser(prog: str, usage: str) -> PlanParser:
@@ -192,41 +167,24 @@ def _parser(prog: str, usage: str) -> PlanParser:
         allow_abbrev=False,
     )
     _add_common_flags(parser)
-    add = parser.add_argument
-    add(
-        "--software",
-        metavar="NAME",
-        help=f"predict the step time of this trainer: {one_of(list(SOFTWARE))}. Default: {MEGACORE.name}",
-    )
-    add("--tokens", type=tokens, metavar="N", help="also print days and price of N tokens, as in 300e9")
-    add(
-        "--goodput",
-        type=share,
-        default=0.9,
-        metavar="SHARE",
-        help="share of the time without failures, restarts and checkpoints. Default: 0.9",
-    )
-    add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
-    add(
-        "--estimate",
-        action="store_true",
-        help="estimate memory at once, within a few percent, instead of tracing a step",
-    )
-    add("--timeline", type=Path, metavar="FILE", help="draw the pipeline over time (.svg or .png)")
-    add("--memory-timeline", type=Path, metavar="FILE", help="draw the memory of every rank over a step (.svg or .png)")
-    add(
-        "--operators",
-        action="store_true",
-        help="print the time of every operator of a step, by a roofline; without pipelines",
-    )
-    add(
-        "--compare",
-        nargs="+",
-        action="extend",
-        metavar="FLAGS",
-        help="compare layouts of the run, each with its flags in place of the run's: --compare "
+    flag = parser.flag
+    known = one_of(list(SOFTWARE))
+    flag("--software NAME", f"predict the step time of this trainer: {known}. Default: {MEGACORE.name}")
+    flag("--tokens N", "also print days and price of N tokens, as in 300e9", tokens)
+    goodput = "share of the time without failures, restarts and checkpoints. Default: 0.9"
+    flag("--goodput SHARE", goodput, share, 0.9)
+    flag("--price-per-hour USD", "price per device and hour. Default: that of the cluster", price)
+    flag("--estimate", "estimate memory at once, within a few percent, instead of tracing a step")
+    flag("--timeline FILE", "draw the pipeline over time (.svg or .png)", Path)
+    flag("--memory-timeline FILE", "draw the memory of every rank over a step (.svg or .png)", Path)
+    flag("--operators", "print the time of every operator of a step, by a roofline; without pipelines")
+    flag(
+        "--compare FLAGS",
+        "compare layouts of the run, each with its flags in place of the run's: --compare "
         '"--tp 8" "--cp 8". One alone is compared with the run. A layout may have --cluster '
         "and --software",
+        nargs="+",
+        action="extend",
     )
     add_search_flags(parser)
     parser.set_defaults(is_dry_run=False, is_full=False, fitted={})

@@ -49,30 +49,16 @@ _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 
 def add_search_flags(parser: PlanParser) -> None:
     """Flags of a search."""
-    add = parser.add_argument
-    add("--search", action="store_true", help="compare all layouts of --world-size ranks")
-    add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
-    add(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw time and memory of these layouts (.svg or .png)",
-    )
+    flag = parser.flag
+    flag("--search", "compare all layouts of --world-size ranks")
+    flag("--top N", "layouts that --search prints. Default: 10", positive, 10)
+    flag("--picture FILE", "draw time and memory of these layouts (.svg or .png)", Path)
     for name in _MOST:
-        add(
-            f"--max-{name}",
-            type=positive if name != "zero-stage" else zero_stage,
-            metavar="N",
-            help=f"--search: largest --{name}",
-        )
+        flag(f"--max-{name} N", f"--search: largest --{name}", positive if name != "zero-stage" else zero_stage)
         if name in _LEAST:
-            add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
-    add(
-        "--max-memory-gb",
-        type=gigabytes,
-        metavar="GB",
-        help="--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's",
-    )
+            flag(f"--min-{name} N", f"--search: smallest --{name}", positive)
+    memory = "--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's"
+    flag("--max-memory-gb GB", memory, gigabytes)
 
 
 def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:

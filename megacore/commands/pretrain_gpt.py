@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megacore.train.trainer import Trainer
 
 
-def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> ResolvedConfig:
+def read_config(argv: Sequence[str], *, prog: str, exits: bool = True, planned: bool = False) -> ResolvedConfig:
     """The configuration of a run, checked with all its inputs; else as `parse_config`."""
     return parse_config(
         argv,
@@ -39,6 +39,7 @@ def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> Resolv
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory, survival().check],
         computes_on_cpu=computes_on_cpu,
         exits=exits,
+        planned=planned,
     )
 
 

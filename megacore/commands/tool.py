@@ -73,6 +73,33 @@ class ToolParser(argparse.ArgumentParser):
         self.add_argument("run", metavar="RUN", help=help)
         self.run_flag = flag
 
+    def flag(
+        self, words: str, help: str, kind: Callable[[str], Any] | None = None, default: Any = None, **more: Any
+    ) -> None:
+        """Add a flag whose help ends with its default.
+
+        Args:
+            words: names and metavar, as in "-o --output FILE"; with names alone and without choices it is a switch.
+            help: what it does. Where the default is no value, the help says it.
+            kind: makes a value of a word, or raises ArgumentTypeError.
+            default: its value where it is not given.
+            more: for `add_argument`.
+        """
+        names = [word for word in words.split() if word.startswith("-")]
+        if metavar := " ".join(words.split()[len(names) :]):
+            more["metavar"] = metavar
+        elif "choices" not in more:
+            more["action"] = "store_true"
+        if kind is not None:
+            more["type"] = kind
+        if default is not None:
+            more["default"] = default
+            if "Default:" not in help and default != []:
+                values = default if isinstance(default, list) else [default]
+                shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+                help = f"{help.rstrip('.')}. Default: {shown}.".removeprefix(". ")
+        self.add_argument(*names, help=help, **more)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for empty in self.empty_flags(words):
@@ -140,15 +167,15 @@ class ToolParser(argparse.ArgumentParser):
         raise _Refusal(f"{message} (--help lists the flags)")
 
 
-def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[argparse.Namespace], None]) -> int:
-    """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status: 0 done, 2
-    refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads the output. `argv`: None: the
-    command line."""
+def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[argparse.Namespace], int | None]) -> int:
+    """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status: what the
+    action returns, or 0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads
+    the output. `argv`: None: the command line."""
     previous = _terminate_like_interrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid UTF-8
     try:
-        action(parser.parse_args(argv))
+        status = action(parser.parse_args(argv)) or 0
     except SystemExit as stop:  # --help, or SIGTERM
         output_is_closed()
         return stop.code if isinstance(stop.code, int) else 0
@@ -171,7 +198,7 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
-    return EXIT_OUTPUT_CLOSED if output_is_closed() else 0
+    return EXIT_OUTPUT_CLOSED if output_is_closed() else status
 
 
 def os_problem(error: OSError) -> str:
@@ -212,11 +239,7 @@ def local_path(text: str) -> Path:
 
 def add_program(parser: ToolParser) -> None:
     """Add the flag of tools that build the model of a checkpoint (models/program.py)."""
-    parser.add_argument(
-        "--program",
-        metavar="FILE.py",
-        help="Python file to execute first, with layers or names of your own",
-    )
+    parser.flag("--program FILE.py", "Python file to execute first, with layers or names of your own")
 
 
 def whole(least: int, most: int = LARGEST_INT) -> Callable[[str], int]:

@@ -57,7 +57,7 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     layers = trained_layers(program, manifest, directory)
     config = trained_model(manifest, directory)
     if "bert" in manifest.config:
-        raise UserError(f"{directory} holds a BERT, which does not predict the next token: give a GPT")
+        raise UserError(f"{directory} holds a BERT, which does not predict the next token: use tools/fill_mask.py")
     kept = tokenizer_of(directory, tokenizer, config)
     return CausalModel(directory=directory, config=config, tokenizer=kept, layers=layers)
 

@@ -84,17 +84,15 @@ class _Parser(ToolParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 everything agrees, 1 something differs or a run failed, 2 refused."""
     parser = make_parser()
-    status = 0
 
-    def run(args: argparse.Namespace) -> None:
-        nonlocal status
+    def run(args: argparse.Namespace) -> int:
         if not args.list_defects:
-            status = _verify(request_of(parser, args))
-            return
+            return _verify(request_of(parser, args))
         for defect in DEFECTS:
             print(f"{defect.name:<28}{defect.what}" + (f" (needs {defect.needs})" if defect.needs else ""))
+        return 0
 
-    return run_tool(parser, argv, run) or status
+    return run_tool(parser, argv, run)
 
 
 def make_parser() -> ToolParser:
@@ -114,15 +112,10 @@ def make_parser() -> ToolParser:
         ),
         epilog="exit status: 0 everything compared agrees, 1 something differs or a run failed, 2 refused",
     )
-    add = parser.add_argument
-    add(
-        "--self-test",
-        action="store_true",
-        help="inject every defect that the layout can have; each must be found",
-    )
-    add("--defect", metavar="NAME", help="inject one defect, and show its report")
-    add("--list-defects", action="store_true", help="list the defects, and end")
-    add("--json", metavar="FILE", help="write the complete result to FILE as JSON")
+    parser.flag("--self-test", "inject every defect that the layout can have; each must be found")
+    parser.flag("--defect NAME", "inject one defect, and show its report")
+    parser.flag("--list-defects", "list the defects, and end")
+    parser.flag("--json FILE", "write the complete result to FILE as JSON")
     return parser
 
 

@@ -78,15 +78,13 @@ def rehearse(argv: Sequence[str], entry: str) -> int:
     parser = ToolParser(prog=f"{entry} {REHEARSE}" if own else REHEARSAL, add_help=False)
     parser.add_argument(REHEARSE, nargs="?", type=positive, const=PROCESSES)
     allow = f"{REHEARSE}={{}}" if own else "--processes {}" if BEHIND in os.environ else f"{REHEARSAL}={{}}"
-    status = 0
 
-    def run(given: argparse.Namespace) -> None:
-        nonlocal status
+    def run(given: argparse.Namespace) -> int:
         if is_dry_run(words):
             raise UserError(f"{REHEARSE} runs and --dry-run plans: leave one of them out")
-        status = _run(cut(words, entry, given.rehearse, allow), entry)
+        return _run(cut(words, entry, given.rehearse, allow), entry)
 
-    return run_tool(parser, own or [f"{REHEARSE}={os.environ[REHEARSAL]}"], run) or status
+    return run_tool(parser, own or [f"{REHEARSE}={os.environ[REHEARSAL]}"], run)
 
 
 @dataclass(frozen=True, kw_only=True)

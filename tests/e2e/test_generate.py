@@ -158,7 +158,7 @@ def test_half_a_character_at_the_end_is_printed(
 ) -> None:
     tokenizer = train_tokenizer(["a rope and a ship, a rope and the sea. " * 20], "bpe", 300)
     new = tokenizer.encode(" a \N{SNOWMAN}")[:-1]
-    monkeypatch.setattr("tools.generate.tokenizer_of", lambda *_: tokenizer)
+    monkeypatch.setattr("megacore.inference.trained.tokenizer_of", lambda *_: tokenizer)
     monkeypatch.setattr("tools.generate.generate", lambda *_, **__: iter(new))
     assert generate(words(checkpoint=checkpoint, prompt="ship", max_new_tokens=9)) == 0
     assert capsys.readouterr().out == "ship a \N{REPLACEMENT CHARACTER}\n"
