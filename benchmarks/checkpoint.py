@@ -16,9 +16,10 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,21 +27,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from benchmarks.gpu_check.device import open_device
+from benchmarks.gpu_check.device import open_device, timed
 from benchmarks.gpu_check.records import Records, one_line, part_parser
+from benchmarks.in_turn import take_turns
 from megacore.checkpoint.load import load_checkpoint, read_together
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import AdamWConfig, CheckpointConfig, Config, DataConfig, ResolvedConfig, TrainingConfig
+from megacore.config import AdamWConfig, Config, TrainingConfig
 from megacore.optim.adamw import AdamW
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
-from megacore.train.metrics import synchronize
 from megacore.zero.data_parallel import DataParallel
 from megacore.zero.options import ZeroOptions
 
 WIDTH = 1024
 SIDES = {"ours": "ours", "torch": "torch", "dcp": "torch.distributed.checkpoint"}
+WAYS = ("ours", "background")
 
 
 class Layer(torch.nn.Module):
@@ -67,33 +69,22 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     )
 
 
-def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
-    return Config(
-        training=TrainingConfig(train_iters=1, output_dir=str(directory)),
-        data=DataConfig(mock_data=True),
-        checkpoint=CheckpointConfig(async_save=async_save),
-    ).resolve(1, vocab_size=1)
-
-
-def timed(act: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device has done it, too."""
-    synchronize(device)
-    start = time.perf_counter()
-    act()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 class Sides:
     """The ways to save and load one state in a directory."""
 
     def __init__(self, state: TrainingState, directory: Path, device: torch.device) -> None:
         self.state, self.directory, self.device = state, directory, device
-        self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor, _ in state.entries()}
+        self.tensors = dict[str, torch.Tensor]()
+        self.find_tensors()
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        mesh = Mesh(device=device)
-        self.saver = CheckpointSaver(config_of(directory / "ours", async_save=False), mesh)
-        self.background = CheckpointSaver(config_of(directory / "background", async_save=True), mesh)
+        config = Config(training=TrainingConfig(train_iters=1)).with_values({"mock_data": True})
+        ways = {name: {"output_dir": str(directory / name), "async_save": name == "background"} for name in WAYS}
+        resolved = (config.with_values(values).resolve(1, vocab_size=1) for values in ways.values())
+        self.saver, self.background = (CheckpointSaver(one, Mesh(device=device)) for one in resolved)
+
+    def find_tensors(self) -> None:
+        """Take those of the state as it is now: what is loaded may have replaced them."""
+        self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor, _ in self.state.entries()}
 
     def save_ours(self) -> None:
         self.saver.begin(self.state)
@@ -121,9 +112,25 @@ class Sides:
     def load_dcp(self) -> None:
         dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.directory / "dcp"), no_dist=True)
 
+    def save_and_load(self, who: str) -> tuple[float, float]:
+        """Seconds of each."""
+        self.find_tensors()
+        if who == "ours":
+            shutil.rmtree(self.directory / who, ignore_errors=True)
+        save, load = (timed(getattr(self, f"{act}_{who}"), self.device) for act in ("save", "load"))
+        print(f"{who}: save {save:.2f} s, load {load:.2f} s", flush=True)
+        return save, load
+
+    def stall(self) -> float:
+        """Seconds for which --async-save keeps a run waiting."""
+        seconds = timed(lambda: self.background.begin(self.state), self.device)
+        self.background.finish()
+        shutil.rmtree(self.directory / "background")
+        return seconds
+
 
 def measure(sides: Sides, rounds: int) -> dict[str, float]:
-    """Median seconds of every save and load, and of what --async-save stalls; the rounds alternate, the first warms up.
+    """Median seconds of every save and load, and of what --async-save stalls.
 
     Where one of the others cannot save what lies on this device, its figures are missing.
 
@@ -131,27 +138,20 @@ def measure(sides: Sides, rounds: int) -> dict[str, float]:
         sides: what is compared.
         rounds: how many count.
     """
-    folder, seconds = sides.directory, dict[str, list[float]]()
-    for number in range(rounds + 1):
-        for name in ("save_ours", "save_torch", "save_dcp", "load_ours", "load_torch", "load_dcp"):
-            if name == "save_ours":
-                shutil.rmtree(folder / "ours", ignore_errors=True)
-            if name == "load_ours":
-                sides.tensors = {f"{kind}/{spec.name}": t for kind, spec, t, _ in sides.state.entries()}
-            try:
-                seconds.setdefault(name, []).append(timed(getattr(sides, name), sides.device))
-            except (Exception, CheckpointException) as error:  # the latter is no Exception
-                if name.endswith("_ours"):
-                    raise
-                print(f"{name}: {one_line(error)}")
-        seconds.setdefault("stall", []).append(timed(lambda: sides.background.begin(sides.state), sides.device))
-        sides.background.finish()
-        shutil.rmtree(folder / "background")
-        print(
-            f"round {number}: " + ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items() if taken),
-            flush=True,
-        )
-    return {name: statistics.median(taken[1:]) for name, taken in seconds.items() if taken}
+
+    def failed(who: str, error: BaseException) -> None:
+        if who in ("ours", "stall"):
+            raise error
+        print(f"{who}: {one_line(error)}")
+
+    runs: dict[str, Callable[[], Any]] = {who: partial(sides.save_and_load, who) for who in SIDES}
+    errors = (Exception, CheckpointException)  # the latter is no Exception
+    taken = take_turns({**runs, "stall": sides.stall}, rounds, failures=errors, failed=failed)
+    median = {"stall": statistics.median(taken.pop("stall"))}
+    for who, pairs in taken.items():
+        save, load = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        median |= {f"save_{who}": save, f"load_{who}": load}
+    return median
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,31 +29,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.comparison import job as jobs  # noqa: E402
 from benchmarks.comparison.configuration import cut  # noqa: E402
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
-from benchmarks.comparison.job import (  # noqa: E402
-    KINDS,
-    PEERS,
-    PRODUCTS_FLOPS,
-    Job,
-    Layout,
-    Sizes,
-    is_combination,
-    layouts,
-    rank_counts,
-)
-from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
+from benchmarks.comparison.job import Job, Layout, Sizes  # noqa: E402
+from benchmarks.comparison.launcher import Side, SideFailed  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
 from benchmarks.gpu_check.fitting import largest_fitting  # noqa: E402
+from benchmarks.in_turn import take_turns  # noqa: E402
 from megacore.commands.tool import ToolParser, positive, run_tool, whole  # noqa: E402
 from megacore.config.messages import did_you_mean  # noqa: E402
 from tests.peers import interpreter_with  # noqa: E402
@@ -70,26 +64,25 @@ _LONG_START = 20.0  # seconds, of a framework's ranks
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the flags say; the exit status is 0 done, 1 losses differ or megacore failed, 2 refused."""
-    failed: list[str] = []
-    return run_tool(_parser(), argv, lambda arguments: failed.extend(_compare(arguments))) or int(bool(failed))
+    return run_tool(_parser(), argv, lambda arguments: int(bool(_compare(arguments))))
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
-    add("--ranks", type=whole(1, _MOST_RANKS), default=2, metavar="N", help="most ranks; combinations take 4 (2)")
-    add("--peers", type=_some_of(PEERS), default=list(PEERS), metavar="A,B", help=f"from {','.join(PEERS)} (all)")
-    add("--modes", type=_some_of(KINDS), default=list(KINDS), metavar="A,B", help=f"from {','.join(KINDS)} (all)")
-    add("--rounds", type=positive, default=6, metavar="N", help="rounds of each framework (6)")
-    add("--steps", type=positive, default=2, metavar="N", help="steps of a round (2)")
-    add("--patience", type=positive, default=300, metavar="S", help="seconds for a start, and for each turn (300)")
-    add("--memory-limit-mib", type=whole(0), default=1024, metavar="N", help="of the largest model; 0: none (1024)")
-    add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="(output/compare)")
-    add("--measured", action="store_true", help=f"write the section of {MEASURED.relative_to(ROOT)} as well")
+    flag = parser.flag
+    flag("--ranks N", "most ranks; combinations take 4", whole(1, _MOST_RANKS), 2)
+    flag("--peers A,B", f"from {','.join(jobs.PEERS)}. Default: all.", _some_of(jobs.PEERS), list(jobs.PEERS))
+    flag("--modes A,B", f"from {','.join(jobs.KINDS)}. Default: all.", _some_of(jobs.KINDS), list(jobs.KINDS))
+    flag("--rounds N", "rounds of each framework", positive, 6)
+    flag("--steps N", "steps of a round", positive, 2)
+    flag("--patience S", "seconds for a start, and for each turn", positive, 300)
+    flag("--memory-limit-mib N", "of the largest model; 0: none", whole(0), 1024)
+    flag("--output DIR", "Default: output/compare.", Path, ROOT / "output" / "compare")
+    flag("--measured", f"write the section of {MEASURED.relative_to(ROOT)} as well")
     for field in dataclasses.fields(Sizes):
-        add(f"--{field.name}", type=positive, default=field.default, metavar="N", help=f"({field.default})")
+        flag(f"--{field.name} N", "", positive, field.default)
     return parser
 
 
@@ -97,12 +90,10 @@ def _some_of(known: Collection[str]) -> Callable[[str], list[str]]:
     """For argparse: names separated by commas, each once."""
 
     def parsed(text: str) -> list[str]:
-        names = list(dict.fromkeys(name for name in text.split(",") if name))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{name} is not known: use {', '.join(known)}{did_you_mean(name, known)}"
-                )
+        names = list(dict.fromkeys(filter(None, text.split(","))))
+        for name in (name for name in names if name not in known):
+            way_out = f"use {', '.join(known)}{did_you_mean(name, known)}"
+            raise argparse.ArgumentTypeError(f"{name} is not known: {way_out}")
         return names
 
     return parsed
@@ -112,23 +103,19 @@ def _compare(arguments: argparse.Namespace) -> list[str]:
     """Measure, and write the results; returns what is wrong with them."""
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Sizes)})
     pythons, missing = interpreters(arguments.peers)
-    results = Results(
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, gloo",
-        versions={"torch": version("torch").split("+")[0], **_versions(pythons)},
-        sizes=sizes,
-        missing=missing,
-    )
     for kind in arguments.modes:
-        if arguments.ranks < 4 and is_combination(kind):
-            results.missing[kind] = f"takes 4 ranks or more, and --ranks is {arguments.ranks}"
+        if arguments.ranks < 4 and jobs.is_combination(kind):
+            missing[kind] = f"takes 4 ranks or more, and --ranks is {arguments.ranks}"
+    machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, gloo"
+    versions = {"torch": version("torch").split("+")[0], **_versions(pythons)}
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    results = Results(date=date, machine=machine, versions=versions, sizes=sizes, missing=missing)
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
-        comparison = Comparison(
-            results, pythons, Path(directory), arguments.output / "ranks.log", patience=arguments.patience
-        )
-        for ranks in rank_counts(arguments.ranks):
-            for layout in layouts(arguments.modes, ranks):
+        log = arguments.output / "ranks.log"
+        comparison = Comparison(results, pythons, Path(directory), log, patience=arguments.patience)
+        for ranks in jobs.rank_counts(arguments.ranks):
+            for layout in jobs.layouts(arguments.modes, ranks):
                 comparison.measure(layout, rounds=arguments.rounds, steps=arguments.steps)
                 _keep(results, arguments.output)
         if arguments.memory_limit_mib:
@@ -162,13 +149,11 @@ def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]
 
 
 def _versions(pythons: dict[str, Path]) -> dict[str, str]:
-    names = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core"}
     found = {}
-    for peer, label in names.items():
+    for peer, label in (("deepspeed", "DeepSpeed"), ("megatron-core", "Megatron-Core")):
         if peer in pythons:
             code = f"from importlib.metadata import version; print(version({peer!r}))"
-            run = subprocess.run([pythons[peer], "-c", code], capture_output=True, text=True, check=True)
-            found[label] = run.stdout.strip()
+            found[label] = subprocess.check_output([pythons[peer], "-c", code], text=True).strip()
     return found
 
 
@@ -209,46 +194,30 @@ class Comparison:
         with ExitStack() as stack:
             sides: dict[str, Side] = {}
             for name, python in self._pythons.items():
-                job = self._job(name, self.results.sizes, layout, stages=stages, inputs=self._inputs)
                 start = time.monotonic()
                 try:
-                    sides[name] = stack.enter_context(closing(Side(job, python, self._log, patience=self._patience)))
+                    side = self._side(name, python, self.results.sizes, layout, stages, self._inputs)
+                    sides[name] = stack.enter_context(closing(side))
                 except SideFailed as error:
-                    self._miss(name, layout, error)
+                    self._missed(layout, name, error)
                 if (seconds := time.monotonic() - start) > _LONG_START:
                     self._say(f"  {name}: {seconds:.0f} s to start")
-            turns = self._turns(sides, layout, rounds=rounds, steps=steps)
-            if PRODUCTS not in turns:
-                return  # without the machine's limit a row says little; `missing` has the reason
-            limits = [PRODUCTS_FLOPS * layout.ranks * steps / turn.seconds for turn in turns.pop(PRODUCTS)[1::2]]
-            for name, taken in turns.items():
-                last = taken[-1]
-                self.results.rows.append(
-                    Row(
-                        side=name,
-                        implementation=sides[name].name,
-                        layout=layout,
-                        seconds=[turn.seconds / steps for turn in taken[1::2]],
-                        limit=sorted(limits)[len(limits) // 2],
-                        peak=last.peak,
-                        process_peak=last.process_peak,
-                        losses=[loss for turn in taken for loss in turn.losses],
-                    )
-                )
-            self._say(f"  measured in {time.monotonic() - begin:.0f} s")
-
-    def _turns(self, sides: dict[str, Side], layout: Layout, *, rounds: int, steps: int) -> dict[str, list[Turn]]:
-        """Pairs of turns: one step after the change, and the timed ones. Every other round is in reverse order, so that
-        no side always follows the same one. A side that fails takes part no more."""
-        turns: dict[str, list[Turn]] = {name: [] for name in sides}
-        for number in range(rounds):
-            for name in sorted(turns, key=list(sides).index, reverse=number % 2 == 1):
-                try:
-                    turns[name] += [sides[name].run(1), sides[name].run(steps)]
-                except SideFailed as error:
-                    self._miss(name, layout, error)
-                    del turns[name]
-        return turns
+            # A turn begins with a step that is not timed: the first after another side has computed.
+            pairs = {name: partial(lambda side: (side.run(1), side.run(steps)), side) for name, side in sides.items()}
+            missed = partial(self._missed, layout)
+            turns = take_turns(pairs, rounds, warm_up=0, failures=(SideFailed,), failed=missed)
+        if PRODUCTS not in turns:
+            return  # without the machine's limit a row says little; `missing` has the reason
+        limits = [jobs.PRODUCTS_FLOPS * layout.ranks * steps / timed.seconds for _, timed in turns.pop(PRODUCTS)]
+        limit = sorted(limits)[len(limits) // 2]
+        for name, taken in turns.items():
+            row = Row(
+                side=name, implementation=sides[name].name, layout=layout, limit=limit,
+                peak=taken[-1][1].peak, seconds=[timed.seconds / steps for _, timed in taken],
+                losses=[loss for pair in taken for turn in pair for loss in turn.losses],
+            )  # fmt: skip
+            self.results.rows.append(row)
+        self._say(f"  measured in {time.monotonic() - begin:.0f} s")
 
     def find_largest(self, kinds: Sequence[str], ranks: int) -> None:
         """The largest model of every framework that fits the limit.
@@ -258,7 +227,10 @@ class Comparison:
             ranks: processes.
         """
         self.results.largest_sizes = LARGEST_SIZES
-        for layout in layouts(kinds, ranks):
+        directory = self._directory / "largest"
+        directory.mkdir()
+        self._drawn = write_inputs(dataclasses.replace(LARGEST_SIZES, layers=1), directory)[0], None
+        for layout in jobs.layouts(kinds, ranks):
             try:
                 cut(dataclasses.replace(LARGEST_SIZES, layers=layout.pp * layout.virtual_stages), layout)
             except ValueError as error:
@@ -269,50 +241,34 @@ class Comparison:
                     continue
                 self._say(f"largest model: {name}, {layout.kind}")
                 try:
-                    found = self._largest(name, python, layout)
+                    self.results.largest += self._largest(name, python, layout)
                 except SideFailed as error:
-                    self._miss(f"{name}, largest model", layout, error)
-                    continue
-                if found is not None:
-                    self.results.largest.append(found)
+                    self._missed(layout, f"{name}, largest model", error)
 
-    def _largest(self, name: str, python: Path, layout: Layout) -> Largest | None:
+    def _largest(self, name: str, python: Path, layout: Layout) -> Iterator[Largest]:
         unit, peaks = layout.pp * layout.virtual_stages, dict[int, int]()
 
         def peak(units: int) -> int:
-            peaks[units] = self._peak(name, python, layout, units * unit)
+            sizes = dataclasses.replace(LARGEST_SIZES, layers=units * unit)
+            with closing(self._side(name, python, sizes, layout, cut(sizes, layout), self._drawn)) as side:
+                peaks[units] = side.run(2).peak
             return peaks[units]
 
         limit = self.results.limit_bytes
-        if not (units := largest_fitting(peak, memory=limit, at_most=_MOST_LAYERS // unit, exact=True)):
-            return None
-        parameters = dataclasses.replace(LARGEST_SIZES, layers=units * unit).parameters
-        return Largest(side=name, layout=layout, layers=units * unit, parameters=parameters, peak=peaks[units])
+        if units := largest_fitting(peak, memory=limit, at_most=_MOST_LAYERS // unit, exact=True):
+            parameters = dataclasses.replace(LARGEST_SIZES, layers=units * unit).parameters
+            found = {"layers": units * unit, "parameters": parameters, "peak": peaks[units]}
+            yield Largest(side=name, layout=layout, **found)
 
-    def _peak(self, name: str, python: Path, layout: Layout, layers: int) -> int:
-        sizes = dataclasses.replace(LARGEST_SIZES, layers=layers)
-        job = self._job(name, sizes, layout, stages=cut(sizes, layout), inputs=(self._tokens(sizes), None))
-        with closing(Side(job, python, self._log, patience=self._patience)) as side:
-            return side.run(2).peak
+    def _side(
+        self, name: str, python: Path, sizes: Sizes, layout: Layout,
+        stages: Sequence[Sequence[int]], inputs: tuple[str, str | None],
+    ) -> Side:  # fmt: skip
+        where: dict[str, Any] = {"tokens": inputs[0], "weights": inputs[1], "directory": str(self._directory)}
+        job = Job(side=name, sizes=sizes, layout=layout, stages=stages, **where)
+        return Side(job, python, self._log, patience=self._patience)
 
-    def _tokens(self, sizes: Sizes) -> Path:
-        directory = self._directory / "largest"
-        if not directory.exists():
-            directory.mkdir()
-            write_inputs(dataclasses.replace(sizes, layers=1), directory)
-        return directory / "tokens.npy"
-
-    def _job(
-        self, side: str, sizes: Sizes, layout: Layout, *,
-        stages: tuple[tuple[int, int], ...], inputs: tuple[Path, Path | None],
-    ) -> Job:  # fmt: skip
-        tokens, weights = inputs
-        return Job(
-            side=side, sizes=sizes, layout=layout, stages=stages, tokens=tokens, weights=weights,
-            directory=self._directory,
-        )  # fmt: skip
-
-    def _miss(self, name: str, layout: Layout, error: SideFailed) -> None:
+    def _missed(self, layout: Layout, name: str, error: BaseException) -> None:
         reason = _first(error).removeprefix("Unsupported: ")
         self.results.missing[f"{name}, {layout.name}"] = reason
         self._say(f"  {name}: {reason}")
@@ -322,14 +278,14 @@ class Comparison:
         print(text, file=sys.stderr, flush=True)
 
 
-def _first(error: Exception) -> str:
+def _first(error: BaseException) -> str:
     """What an error says first, in a line."""
     return str(error).strip().splitlines()[0].removeprefix("- ")
 
 
 def _keep(results: Results, output: Path) -> str:
     """Write the figures so far as JSON and as tables; returns the tables."""
-    (output / "results.json").write_text(json.dumps(results.to_json(), indent=1), encoding="utf-8")
+    (output / "results.json").write_text(json.dumps(dataclasses.asdict(results), indent=1), encoding="utf-8")
     text = markdown(results)
     (output / "results.md").write_text(text + "\n", encoding="utf-8")
     return text

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,26 +56,30 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         directory: where each part's records are written, of which some parts read others'.
         small: sizes for trying out the command.
     """
-    common = ["--device", device, *(["--small"] if small else [])]
-    kernels = ["-m", "benchmarks.kernels", *common, *(["--no-compile"] if small else [])]
-    checkpoint = ["-m", "benchmarks.checkpoint", *common, *([] if small else ["--megabytes", "1500", "--rounds", "2"])]
+    small_too = ["--small"] if small else []
 
-    def training(shape: str, mode: str, weight: float, *, like: str | None = None) -> Part:
-        arguments = ["-m", "benchmarks.gpu_check.training", "--shape", shape, "--mode", mode, *common]
-        if like is not None:
-            arguments += ["--like", str(directory / f"{like}.jsonl")]
-        return Part(name=f"train {shape}, {mode}".replace(", plain", ""), arguments=arguments, weight=weight)
+    def part(name: str, words: str, weight: float, *more: str, required: bool = False) -> Part:
+        arguments = ["-m", *words.split(), "--device", device, *small_too, *more]
+        return Part(name=name, arguments=arguments, weight=weight, required=required)
 
+    def training(shape: str, mode: str, weight: float, *more: str) -> Part:
+        name = f"train {shape}, {mode}".replace(", plain", "")
+        return part(name, f"benchmarks.gpu_check.training --shape {shape} --mode {mode}", weight, *more)
+
+    def like(shape: str) -> tuple[str, str]:
+        return "--like", str(directory / f"train {shape}.jsonl")
+
+    checkpoint = "benchmarks.checkpoint" if small else "benchmarks.checkpoint --megabytes 1500 --rounds 2"
     return [
-        Part(name="machine", arguments=["-m", "benchmarks.gpu_check.machine", *common], weight=60, required=True),
+        part("machine", "benchmarks.gpu_check.machine", 60, required=True),
         Part(name="tests", arguments=_pytest_arguments(small), weight=80),
-        *(training(shape, "plain", weight) for shape, weight in zip(SHAPES, (45, 45, 40), strict=True)),
+        *map(training, SHAPES, ("plain",) * 3, (45, 45, 40)),
         training(PLAIN_ONLY, "plain", 40),
-        Part(name="kernels", arguments=kernels, weight=110),
-        training("gpt2-xl", "offload", 35, like="train gpt2-xl"),
-        Part(name="checkpoint", arguments=checkpoint, weight=40),
+        part("kernels", "benchmarks.kernels", 110, *(["--no-compile"] if small else [])),
+        training("gpt2-xl", "offload", 35, *like("gpt2-xl")),
+        part("checkpoint", checkpoint, 40),
         *(
-            training(shape, "compiled", weight, like=f"train {shape}")
+            training(shape, "compiled", weight, *like(shape))
             for shape, weight in zip(SHAPES, (40, 60, 50), strict=True)
         ),
     ]
@@ -87,52 +92,36 @@ def _pytest_arguments(small: bool) -> list[str]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if any(mark in path.read_text(encoding="utf-8") for mark in ("mark.gpu", "mark.on_device"))
     ]
-    workers = min(8, os.cpu_count() or 1)
-    spread = (
-        [] if small or workers == 1 or "pytest-xdist" in missing_packages(["pytest-xdist"]) else ["-n", str(workers)]
-    )
+    workers = 1 if small or importlib.util.find_spec("xdist") is None else min(8, os.cpu_count() or 1)
     plugin = ["-p", "benchmarks.gpu_check.outcomes", "-p", "no:cacheprovider"]
+    spread = ["-n", str(workers)] if workers > 1 else []
     return ["-m", "pytest", "-q", "-m", "gpu or on_device", *plugin, *spread, *files]
 
 
 def report_of(outcomes: Sequence[Outcome], *, started: datetime, seconds: float, options: argparse.Namespace) -> Any:
     """The report as JSON holds it."""
-    return {
-        "schema": SCHEMA,
-        "started": started.isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
-        "device": options.device,
-        "small": options.small,
-        "source": source(),
-        "parts": [
-            asdict(one) | {"seconds": round(one.seconds, 1), "limit_seconds": round(one.limit_seconds, 1)}
-            for one in outcomes
-        ],
-    }
+    run = {"schema": SCHEMA, "started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 1)}
+    what = {"device": options.device, "small": options.small, "source": source()}
+    return {**run, **what, "parts": list(map(asdict, outcomes))}
 
 
 def source() -> dict[str, str | None]:
     """The git commit, `+` added where files differ from it, and a digest of the code, which a copy without git has
     too."""
     digest = hashlib.sha256()
-    for path in _code():
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for folder in ("megacore", "kernels", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     commit = _git("rev-parse", "HEAD")
     changed = commit is not None and _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": f"{commit}+" if changed else commit, "sha256": digest.hexdigest()}
 
 
-def _code() -> Iterator[Path]:
-    for folder in ("megacore", "kernels", "benchmarks", "tests"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
-
-
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+        return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
 
 
 def environment_of(site: Path | None) -> dict[str, str]:
@@ -157,48 +146,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
         folder = Path(temporary)
         site = None if options.wheels is None else install_missing(options.wheels, folder / "site")
-        if missing := missing_packages(path=site):
-            print(
-                f"gpu-check: {sys.executable} lacks {', '.join(missing)}: run `make gpu-wheels WHEELS=DIR` where "
-                "there is a network, bring DIR here, and say `make gpu-check WHEELS=DIR`",
-                file=sys.stderr,
-            )
+        if missing := missing_packages(site):
+            where = "where there is a network, bring DIR here, and say `make gpu-check WHEELS=DIR`"
+            lacking = f"{sys.executable} lacks {', '.join(missing)}"
+            print(f"gpu-check: {lacking}: run `make gpu-wheels WHEELS=DIR` {where}", file=sys.stderr)
             return 2
-        outcomes: list[Outcome] = []
-
-        def note(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            print(f"{outcome.name}: {outcome.status} after {outcome.seconds:.0f} s", flush=True)
-            seconds = time.monotonic() - start
-            write(options.output, report_of(outcomes, started=started, seconds=seconds, options=options), outcomes)
-
         parts = [
             part
             for part in parts_of(options.device, folder, small=options.small)
             if part.required or any(word in part.name for word in options.only or [""])
         ]
         left = options.minutes * 60 - (time.monotonic() - start) - _SECONDS_TO_END
-        run_parts(parts, folder, seconds=left, environment=environment_of(site), report=note)
+        outcomes: list[Outcome] = []
+        for outcome in run_parts(parts, folder, seconds=left, environment=environment_of(site)):
+            outcomes.append(outcome)
+            print(f"{outcome.name}: {outcome.status} after {outcome.seconds:.0f} s", flush=True)
+            seconds = time.monotonic() - start
+            write(options.output, report_of(outcomes, started=started, seconds=seconds, options=options), outcomes)
     print((options.output / "gpu-report.md").read_text(encoding="utf-8"))
     print(f"the output is in {options.output}")
-    if outcomes[0].status != "done":
-        return 2
-    return 0 if all(outcome.status == "done" for outcome in outcomes) else 1
+    failed = [outcome.name for outcome in outcomes if outcome.status != "done"]
+    return 2 if outcomes[0].name in failed else int(bool(failed))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    add, output = parser.add_argument, Path("output/gpu-check")
     add("--device", default="cuda", choices=("cuda", "cpu", "pretend"), help="where to run (cuda); pretend: the tests'")
     add("--small", action="store_true", help="tiny sizes: tries out the command, measures nothing")
-    add(
-        "--output", type=Path, default=Path("output/gpu-check"), metavar="DIR", help="for the report (output/gpu-check)"
-    )
+    add("--output", type=Path, default=output, metavar="DIR", help="for the report (output/gpu-check)")
     add("--minutes", type=float, default=9.0, metavar="N", help="for the whole command (9)")
-    add(
-        "--only", nargs="+", metavar="WORD",
-        help="parts whose name contains one of these: tests, kernels, compiled, ...",
-    )  # fmt: skip
+    names = "parts whose name contains one of these: tests, kernels, compiled, ..."
+    add("--only", nargs="+", metavar="WORD", help=names)
     add("--wheels", type=Path, metavar="DIR", help="packages that this interpreter lacks (see make gpu-wheels)")
     return parser
 

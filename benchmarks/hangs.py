@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,8 @@ from tests.e2e.hanging import HANG, MARK
 from tests.e2e.launching import small_run, under_torchrun
 
 HANGING = Path(__file__).resolve().parents[1] / "tests" / "e2e" / "hanging.py"
-LAYOUTS = [
-    *({"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 3}, {"pp": 4}),
-    *({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}),
-]
+PAIRS = [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}]
+LAYOUTS = [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 3}, {"pp": 4}, *PAIRS]
 LARGE = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "dp": 4}, {"pp": 3, "dp": 2}]
 # Place -> (section, whose budget holds, the first of its calls that is drawn, and the last one).
 PLACES = {
@@ -78,15 +77,28 @@ class Outcome:
 def main(argv: Sequence[str]) -> int:
     """Run the trials; returns 1 if the wrong rank was named with certainty, or too often none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=0.05, help="--hang-timeout-minutes of the runs")
-    parser.add_argument("--large", type=float, default=0.15, help="share of trials with 6 or 8 ranks")
-    parser.add_argument("--healthy-steps", type=int, default=0, help="count false alarms in so many steps instead")
+    add = parser.add_argument
+    add("--trials", type=int, default=50)
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, default=0.05, help="--hang-timeout-minutes of the runs")
+    add("--large", type=float, default=0.15, help="share of trials with 6 or 8 ranks")
+    add("--healthy-steps", type=int, default=0, help="count false alarms in so many steps instead")
     options = parser.parse_args(argv)
     if options.healthy_steps:
         return healthy(options.healthy_steps, minutes=options.minutes)
     return trials(options.trials, seed=options.seed, minutes=options.minutes, large=options.large)
+
+
+@contextmanager
+def started(ranks: int, plan: object, minutes: float, **settings: Any) -> Iterator[tuple[Any, Path]]:
+    """A run with what it plans to suffer, and its folder, which has `mark` once it has come to it."""
+    with tempfile.TemporaryDirectory(prefix="hangs-") as name:
+        folder = Path(name)
+        os.environ |= {HANG: json.dumps(plan), MARK: str(folder / "mark")}
+        settings |= {"hang_timeout_minutes": minutes, "eval_iters": 1, "keep_last": 1}
+        flags = small_run(folder / "out", **settings)
+        with under_torchrun(folder / "logs", ranks, HANGING, *flags) as job:
+            yield job, folder
 
 
 def trials(count: int, *, seed: int, minutes: float, large: float) -> int:
@@ -122,9 +134,8 @@ def trials(count: int, *, seed: int, minutes: float, large: float) -> int:
         sys.stdout.flush()
     print(f"{dict(results)} of {count}")
     if delays:
-        print(
-            f"reports at most {max(delays):.1f} s late; every process gone at most {max(ends):.1f} s after its report"
-        )
+        late, gone = max(delays), max(ends)
+        print(f"reports at most {late:.1f} s late; every process gone at most {gone:.1f} s after its report")
     return int(results["innocent"] > 0 or results["right"] < 0.96 * (count - results["not reached"]))
 
 
@@ -141,22 +152,13 @@ def healthy(steps: int, *, minutes: float) -> int:
         {"rank": 1, "at": "evaluate", "call": 1, "fault": "slow", "seconds": 75 * minutes},
         {"rank": 0, "at": "sink", "call": 1, "fault": "slow", "seconds": 75 * minutes},
     ]
-    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
-        os.environ |= {HANG: json.dumps(slow), MARK: str(Path(folder) / "mark")}
-        flags = small_run(
-            Path(folder) / "out",
-            **{"pp": 2, "train_iters": steps, "global_batch_size": 2, "num_layers": 2},
-            log_interval=max(1, steps // 20),
-            hang_timeout_minutes=minutes,
-            eval_interval=max(1, steps // 10),
-            eval_iters=1,
-            save_interval=max(1, steps // 10),
-            keep_last=1,
-        )
-        with under_torchrun(Path(folder) / "logs", 2, HANGING, *flags) as job:
-            while job.torchrun.poll() is None:
-                time.sleep(0.5)
-            alarms, done = job.said().count("megacore: hang"), f"done: {steps} steps" in job.said("stdout")
+    every = {"log_interval": steps // 20, "eval_interval": steps // 10, "save_interval": steps // 10}
+    every = {name: max(1, interval) for name, interval in every.items()}
+    sizes = {"pp": 2, "train_iters": steps, "global_batch_size": 2, "num_layers": 2}
+    with started(2, slow, minutes, **sizes, **every) as (job, _):
+        while job.torchrun.poll() is None:
+            time.sleep(0.5)
+        alarms, done = job.said().count("megacore: hang"), f"done: {steps} steps" in job.said("stdout")
     print(f"{alarms} false alarms in {steps} steps; the run {'finished' if done else 'did not finish'}")
     return int(alarms > 0 or not done)
 
@@ -174,33 +176,25 @@ def judge(outcome: Outcome, victim: int) -> str:
 
 def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes: float, allowed: float) -> Outcome:
     """Start a run with the fault, and see what it says and when it is gone."""
-    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
-        mark = Path(folder) / "mark"
-        os.environ |= {HANG: json.dumps(plan), MARK: str(mark)}
-        flags = small_run(
-            Path(folder) / "out",
-            **{**layout, "num_layers": 4, "global_batch_size": 4 * layout.get("dp", 1), "train_iters": 1_000_000},
-            hang_timeout_minutes=minutes,
-            log_interval=2,  # where a step has no log, ranks hang that otherwise meet in sums of other sizes
-            eval_interval=4,
-            eval_iters=1,
-            save_interval=3,
-            keep_last=1,
-        )
-        with under_torchrun(Path(folder) / "logs", ranks, HANGING, *flags) as job:
-            deadline = time.monotonic() + START
-            while not ("megacore:" in job.said() or job.torchrun.poll() is not None or time.monotonic() > deadline):
-                time.sleep(0.05)
-            said_at, said = time.time(), job.said()
-            deadline = time.monotonic() + END
-            while job.pids() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            end = time.time() - said_at
-            if "megacore:" not in said:  # a rank died at start, and torchrun has ended the others at once
-                said = root_cause((job.logs / "torchrun.err").read_text())
-        is_reached = mark.exists()
-        happened = float(mark.read_text()) if is_reached else said_at
-        for report in (Path(folder) / "out").glob("hang-*.json"):
+    every = {"log_interval": 2, "eval_interval": 4, "save_interval": 3}
+    # Where a step has no log, ranks hang that otherwise meet in sums of other sizes.
+    sizes = {**layout, "num_layers": 4, "global_batch_size": 4 * layout.get("dp", 1), "train_iters": 1_000_000}
+    with started(ranks, plan, minutes, **sizes, **every) as (job, folder):
+        deadline = time.monotonic() + START
+        while not ("megacore:" in job.said() or job.torchrun.poll() is not None or time.monotonic() > deadline):
+            time.sleep(0.05)
+        said_at, said = time.time(), job.said()
+        deadline = time.monotonic() + END
+        while job.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        end = time.time() - said_at
+        if "megacore:" not in said:  # a rank died at start, and torchrun has ended the others at once
+            summary = (job.logs / "torchrun.err").read_text()
+            found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", summary, re.DOTALL)
+            said = f"torchrun: rank {found[1]} (exitcode {found[2]})" if found else ""
+        is_reached = (folder / "mark").exists()
+        happened = float((folder / "mark").read_text()) if is_reached else said_at
+        for report in (folder / "out").glob("hang-*.json"):
             content = json.loads(report.read_text())
             if content["verdict"]["kind"] not in ("stopped", "gone"):
                 of_section = 60 * minutes * TIMES[section_of(content["ranks"], plan["rank"])]
@@ -215,12 +209,6 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
 def section_of(ranks: Sequence[dict[str, Any]], rank: object) -> Phase:
     """The section of a report that a rank was in, such as the first step: the draw does not know in which it is."""
     return next(Phase[one["section"]] for one in ranks if one["identity"]["rank"] == rank)
-
-
-def root_cause(text: str) -> str:
-    """The rank that torchrun's summary names, in words; empty if there is none."""
-    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL)
-    return f"torchrun: rank {found[1]} (exitcode {found[2]})" if found else ""
 
 
 if __name__ == "__main__":

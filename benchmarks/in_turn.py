@@ -17,6 +17,8 @@ def take_turns(
     wait: Callable[[], object] = lambda: None,
     *,
     warm_up: int = 1,
+    failures: tuple[type[BaseException], ...] = (),
+    failed: Callable[[str, BaseException], object] = lambda name, error: None,
 ) -> dict[str, list[Any]]:
     """What each run measures of itself in every round; of one that returns nothing, its seconds.
 
@@ -25,13 +27,20 @@ def take_turns(
         rounds: how many are counted. Every other one begins at the other end.
         wait: called before and after each run, as to wait for other ranks.
         warm_up: rounds before them, which do not count.
+        failures: exceptions after which a run takes part no more, and is missing in what is returned.
+        failed: called with the name of such a run, and the exception.
     """
     found: dict[str, list[Any]] = {name: [] for name in runs}
     for number in range(rounds + warm_up):
-        for name in list(runs)[:: 1 if number % 2 else -1]:
+        for name in list(found)[:: -1 if number % 2 else 1]:
             wait()
             start = time.perf_counter()
-            measured = runs[name]()
+            try:
+                measured = runs[name]()
+            except failures as error:
+                failed(name, error)
+                del found[name]
+                continue
             wait()
             found[name].append(time.perf_counter() - start if measured is None else measured)
     return {name: taken[warm_up:] for name, taken in found.items()}

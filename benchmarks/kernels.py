@@ -16,7 +16,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_check.device import copy_rate, describe_device, median_seconds, open_device
-from benchmarks.gpu_check.records import Records, one_line, part_parser
+from benchmarks.gpu_check.records import Record, Records, one_line, part_parser
 from megacore import ops
 from tools.generated_pages import table
 
 Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
 DTYPE = torch.bfloat16
 HEAD = ("operator", "direction", "implementation", "us", "GB/s", "of copy")
-LIGER, COMPILED = "liger", "torch.compile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +62,6 @@ class Workload:
     liger: Callable[[], Function] | None = None
     in_one: bool = False
     compiles: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One measured time.
-
-    Attributes:
-        operator: and shape.
-        direction: forward, backward, or both.
-        implementation: megacore, torch, torch.compile or liger.
-        seconds: median of a call; None where there is none.
-        bytes: that the operator cannot avoid moving.
-        share_of_copy: its rate over that of a copy on this device.
-        error: why there is no time.
-    """
-
-    operator: str
-    direction: str
-    implementation: str
-    seconds: float | None = None
-    bytes: int | None = None
-    share_of_copy: float | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,48 +97,31 @@ class Workloads:
         """An operator on tensors of these shapes, of which the first has the full size. Forward and backward move so
         many of that size."""
         size = math.prod(shapes[0]) * DTYPE.itemsize
+        name = f"{operator} {' x '.join(map(str, shapes[0]))}"
+        drawn = partial(torch.randn, device=self.device, dtype=DTYPE)
         return Workload(
-            name=f"{operator} {' x '.join(map(str, shapes[0]))}",
-            inputs=lambda: tuple(
-                torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_() for shape in shapes
-            ),
-            ours=ours,
-            plain=plain,
-            forward_bytes=round(moved[0] * size),
-            backward_bytes=round(moved[1] * size),
-            liger=liger,
-            in_one=in_one,
-        )
+            name=name, inputs=lambda: tuple(drawn(*shape).requires_grad_() for shape in shapes), ours=ours, plain=plain,
+            forward_bytes=round(moved[0] * size), backward_bytes=round(moved[1] * size), liger=liger, in_one=in_one,
+        )  # fmt: skip
 
     def _norms(self, rows: int, width: int) -> Iterator[Workload]:
         shapes = [(rows, width), (width,), (width,)]
-
-        def rms(x: Tensor, weight: Tensor) -> Tensor:
-            return F.rms_norm(x, weight.shape, weight, 1e-5)
-
-        def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return F.layer_norm(x, weight.shape, weight, bias)
-
         liger = _liger("rms_norm", "LigerRMSNormFunction", lambda f: lambda x, w: f(x, w, 1e-5))
-        yield self._workload("rms_norm", shapes[:2], ops.rms_norm, rms, (2, 3), liger)
+        yield self._workload("rms_norm", shapes[:2], ops.rms_norm, _rms, (2, 3), liger)
         liger = _liger("layer_norm", "LigerLayerNormFunction", lambda f: lambda x, w, b: f(x, w, b, 1e-5))
-        yield self._workload("layer_norm", shapes, ops.layer_norm, layer, (2, 3), liger)
+        yield self._workload("layer_norm", shapes, ops.layer_norm, _layer, (2, 3), liger)
 
     def _residual_norms(self, rows: int, width: int) -> Iterator[Workload]:
         shapes = [(rows, width), (rows, width), (width,), (width,)]
 
-        def rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        def added(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
             total = x + residual
-            return F.rms_norm(total, weight.shape, weight, 1e-5), total
-
-        def layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-            total = x + residual
-            return F.layer_norm(total, weight.shape, weight, bias), total
+            return norm(total, *weights), total
 
         # Two tensors read, two written; backward reads two gradients and the sum, and writes one gradient for both.
         liger = _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", lambda f: lambda x, r, w: f(x, r, w, 1e-5))
-        yield self._workload("add_rms_norm", shapes[:3], ops.add_rms_norm, rms, (4, 4), liger)
-        yield self._workload("add_layer_norm", shapes, ops.add_layer_norm, layer, (4, 4))
+        yield self._workload("add_rms_norm", shapes[:3], ops.add_rms_norm, partial(added, _rms), (4, 4), liger)
+        yield self._workload("add_layer_norm", shapes, ops.add_layer_norm, partial(added, _layer), (4, 4))
 
     def _softmax(self, heads: int, length: int) -> Workload:
         later = torch.ones(length, length, dtype=torch.bool, device=self.device).triu(1)
@@ -231,16 +190,18 @@ class Workloads:
             )  # fmt: skip
             copy.copy_(parameter)
 
-        # Four fp32 numbers are read, three written, and one of 16 bits.
-        return Workload(
-            name=f"adamw {count >> 20} Mi" if count >> 20 else f"adamw {count}",
-            inputs=inputs,
-            ours=ours,
-            plain=plain,
-            forward_bytes=30 * count,
-            backward_bytes=None,
-            compiles=False,  # torch's is one kernel already
-        )
+        # Four fp32 numbers are read, three written, and one of 16 bits. torch's is one kernel already.
+        figures: dict[str, Any] = {"forward_bytes": 30 * count, "backward_bytes": None, "compiles": False}
+        name = f"adamw {count >> 20} Mi" if count >> 20 else f"adamw {count}"
+        return Workload(name=name, inputs=inputs, ours=ours, plain=plain, **figures)
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
 
 
 def _liger(module: str, function: str, adapt: Callable[[Any], Function]) -> Callable[[], Function]:
@@ -249,52 +210,40 @@ def _liger(module: str, function: str, adapt: Callable[[Any], Function]) -> Call
 
 
 def measure_all(
-    workloads: Sequence[Workload],
-    device: torch.device,
-    *,
-    copy: float,
-    compile_too: bool,
-    report: Callable[[Figure], None],
-) -> int:
-    """Take every figure that can be taken, and report each at once; compiled functions come last, as they take longest.
+    workloads: Sequence[Workload], device: torch.device, *, copy: float, compile_too: bool
+) -> Iterator[Record]:
+    """Take every figure that can be taken: records with its seconds, the bytes that it cannot avoid moving and their
+    rate over that of a copy, or with the error. Compiled functions come last, as they take longest.
 
     Args:
         workloads: what to measure.
         device: where they compute.
         copy: bytes per second of a copy on the device.
         compile_too: whether torch.compile takes part.
-        report: called with each figure, also with those that could not be taken.
-
-    Returns:
-        How many could not be taken.
     """
-    tasks = [(workload, name, make) for workload in workloads for name, make in _implementations(workload, device)]
+    tasks: list[tuple[Workload, str, Callable[[], Function]]] = []
+    for one in workloads:
+        tasks += [(one, "megacore", partial(_same, one.ours)), (one, "torch", partial(_same, one.plain))]
+        if one.liger is not None and device.type == "cuda":
+            tasks.append((one, "liger", one.liger))
     if compile_too:
-        tasks += [
-            (one, COMPILED, partial(torch.compile, one.plain, dynamic=False)) for one in workloads if one.compiles
-        ]
-    failed = 0
+        compiled = ((one, partial(torch.compile, one.plain, dynamic=False)) for one in workloads if one.compiles)
+        tasks += [(one, "torch.compile", make) for one, make in compiled]
     for workload, name, make in tasks:
-        figure = partial(Figure, operator=workload.name, implementation=name)
+        names = {"operator": workload.name, "implementation": name}
         try:
             for direction, seconds, moved in _measure(workload, make(), device):
-                share = moved / seconds / copy
-                report(figure(direction=direction, seconds=seconds, bytes=moved, share_of_copy=share))
+                figures = {"seconds": seconds, "bytes": moved, "share_of_copy": moved / seconds / copy}
+                yield {**names, "direction": direction, **figures, "error": None}
         except Exception as error:
-            absent = name == LIGER and isinstance(error, ImportError)  # then there is nothing to measure
-            failed += not absent
-            report(figure(direction="all", error=one_line(error)))
+            if name != "liger" or not isinstance(error, ImportError):  # where it is not installed, nothing is lacking
+                yield {**names, "direction": "all", "seconds": None, "error": one_line(error)}
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-    return failed
 
 
-def _implementations(workload: Workload, device: torch.device) -> Iterator[tuple[str, Callable[[], Function]]]:
-    """Names and makers of the functions that are compared without a compiler."""
-    yield "megacore", lambda: workload.ours
-    yield "torch", lambda: workload.plain
-    if workload.liger is not None and device.type == "cuda":
-        yield LIGER, workload.liger
+def _same(function: Function) -> Function:
+    return function
 
 
 def _measure(workload: Workload, function: Function, device: torch.device) -> Iterator[tuple[str, float, int]]:
@@ -337,25 +286,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = open_device(options.device)
     copy = copy_rate(device, small=options.small)
-    machine = f"{describe_device(device)}, copy {copy / 1e12:.2f} TB/s"
-    print(f"{machine}\n\n{table(HEAD, [])}", flush=True)
-    records = Records(options.records)
-
-    def report(figure: Figure) -> None:
-        records.add("kernel", **asdict(figure))
-        print(table(HEAD, [_row(figure)]).splitlines()[-1], flush=True)
-
+    print(f"{describe_device(device)}, copy {copy / 1e12:.2f} TB/s\n\n{table(HEAD, [])}", flush=True)
     chosen = [workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name]
-    failed = measure_all(chosen, device, copy=copy, compile_too=not options.no_compile, report=report)
-    return 1 if failed else 0
-
-
-def _row(figure: Figure) -> tuple[str, ...]:
-    names = (figure.operator, figure.direction, figure.implementation)
-    if figure.seconds is None or figure.bytes is None or figure.share_of_copy is None:
-        return (*names, str(figure.error), "", "")
-    rate = figure.bytes / figure.seconds
-    return (*names, f"{figure.seconds * 1e6:.1f}", f"{rate / 1e9:.0f}", f"{figure.share_of_copy:.0%}")
+    records, failed = Records(options.records), 0
+    for figure in measure_all(chosen, device, copy=copy, compile_too=not options.no_compile):
+        records.add("kernel", **figure)
+        names, taken = (figure["operator"], figure["direction"], figure["implementation"]), figure["seconds"]
+        if taken is None:
+            failed, row = 1, (*names, figure["error"], "", "")
+        else:
+            share = f"{figure['share_of_copy']:.0%}"
+            row = (*names, f"{taken * 1e6:.1f}", f"{figure['bytes'] / taken / 1e9:.0f}", share)
+        print(table(HEAD, [row]).splitlines()[-1], flush=True)
+    return failed
 
 
 if __name__ == "__main__":

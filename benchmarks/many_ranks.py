@@ -19,24 +19,19 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.check import check_load, settings_to_continue
+from megacore.commands.pretrain_gpt import read_config
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import Config
-from megacore.config.cli import parse_config
 from megacore.config.fields import field_infos
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.parallel import ParallelConfig
-from megacore.convert.start import check_init_from_hf, shape_from_hf
-from megacore.data.gpt.build import check_inputs, vocabulary_size
 from megacore.errors import UserError
-from megacore.pipeline.schedule_file import check_schedule
 from tools.generated_pages import table
 
 if TYPE_CHECKING:
@@ -46,6 +41,7 @@ _MOST_VIRTUAL = 64  # stages per rank for which the model is made deep enough
 TOLERANCE = 1e-5  # relative, of a loss
 MOST_RANKS = 4096  # of a job: processes of one machine, of 37 MB each
 ONE = (1, 1, 1)
+# Fields that say how ranks share the work, which one process cannot do.
 _OF_SEVERAL_RANKS = frozenset(field_infos(ParallelConfig)) - {"tp", "pp", "dp", "device", "distributed_timeout_minutes"}
 Degrees = tuple[int, int, int]
 
@@ -89,59 +85,42 @@ def run_job(degrees: Degrees, flags: Sequence[str], *, timeout: float) -> Job:
 
 def _command(degrees: Degrees, flags: Sequence[str], directory: str) -> list[str]:
     """The words for pretrain_gpt.py."""
-    tp, pp, dp = map(str, degrees)
-    return ["--tp", tp, "--pp", pp, "--dp", dp, *flags, "--output-dir", directory]
+    words = zip(("--tp", "--pp", "--dp"), map(str, degrees), strict=True)
+    return [*(word for pair in words for word in pair), *flags, "--output-dir", directory]
 
 
 def tiny_model(layouts: Sequence[Degrees], options: Namespace) -> list[str]:
     """Flags of a GPT with a block or more for every stage, and of batches for every replica."""
     tp, pp, dp = (math.lcm(*degrees) for degrees in zip(*layouts, strict=True))
-    heads = max(tp, 4)
-    given = read_flags(options.flags).values
+    heads, given = max(tp, 4), read_flags(options.flags).values
     virtual = given.get("virtual_stages", 1)
-    sizes = {
-        "num-layers": max(pp * (virtual if 0 < virtual <= _MOST_VIRTUAL else 1), 12),
-        "hidden-size": 8 * heads,
-        "num-attention-heads": heads,
-        "seq-length": 16,
-        "vocab-size": 128,
-        "micro-batch-size": 1,
-        "global-batch-size": dp * options.microbatches,
-        "train-iters": options.steps,
-        "log-interval": 1,
-        "eval-interval": 0,
-        "lr": 0.01,
-        "hidden-dropout": 0,  # masks depend on tp
-        "attention-dropout": 0,
-    }
-    kept = {name: value for name, value in sizes.items() if name.replace("-", "_") not in given}
-    words = [word for name, value in kept.items() for word in (f"--{name}", str(value))]
+    layers = max(pp * (virtual if 0 < virtual <= _MOST_VIRTUAL else 1), 12)
+    # Without dropout, whose masks depend on tp.
+    words = (
+        f"--num-layers {layers} --hidden-size {8 * heads} --num-attention-heads {heads} --seq-length 16 "
+        f"--vocab-size 128 --micro-batch-size 1 --global-batch-size {dp * options.microbatches} "
+        f"--train-iters {options.steps} --log-interval 1 --eval-interval 0 --lr 0.01 --hidden-dropout 0 "
+        "--attention-dropout 0"
+    ).split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    kept = [word for pair in pairs if pair[0][2:].replace("-", "_") not in given for word in pair]
     # Every rank would count the memory that it shares with the others as its own.
-    return ["--mock-data", "--device", "cpu", *words, "--no-memory-check", *options.flags]
-
-
-def of_one_process(flags: Sequence[str]) -> list[str]:
-    """The flags without those that say how ranks share the work, which one process cannot do."""
-    return without_fields(flags, _OF_SEVERAL_RANKS)
+    return ["--mock-data", "--device", "cpu", *kept, "--no-memory-check", *options.flags]
 
 
 def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
     """The columns of a job's row in the table."""
     ranks, count = job.ranks, len(job.ranks)
-
     first, *others = (max(seconds) for seconds in zip(*(rank.steps for rank in ranks), strict=True))
+    stored, most = sum(rank.store_bytes for rank in ranks), max(rank.sockets for rank in ranks)
     return {
         "ranks": f"{count} ({' x '.join(map(str, degrees))})",
         "CPU s/rank": f"{sum(rank.cpu_seconds for rank in ranks) / count:.2f}",
-        "launch, s": f"{max(rank.launch for rank in ranks):.1f}",
-        "store, KB/rank": f"{sum(rank.store_bytes for rank in ranks) / count / 1e3:.1f}",
-        "groups/rank": str(max(rank.groups for rank in ranks)),
-        "sockets/rank": str(max(rank.sockets for rank in ranks)),
-        "first step, s": f"{first:.1f}",
-        "later steps, s": f"{statistics.median(others):.1f}" if others else "",
-        "total, s": f"{job.seconds:.0f}",
-        "loss differs by": f"{worst:.1e}",
-    }
+        "launch, s": f"{max(rank.launch for rank in ranks):.1f}", "store, KB/rank": f"{stored / count / 1e3:.1f}",
+        "groups/rank": str(max(rank.groups for rank in ranks)), "sockets/rank": str(most),
+        "first step, s": f"{first:.1f}", "later steps, s": f"{statistics.median(others):.1f}" if others else "",
+        "total, s": f"{job.seconds:.0f}", "loss differs by": f"{worst:.1e}",
+    }  # fmt: skip
 
 
 class _Parser(ToolParser):
@@ -165,23 +144,13 @@ class _Parser(ToolParser):
         flags = tiny_model(options.layouts, options)
         for degrees in options.layouts:
             _check(degrees, flags)
-        _check(ONE, of_one_process(flags))
+        _check(ONE, without_fields(flags, _OF_SEVERAL_RANKS))
         return options
 
 
 def _check(degrees: Degrees, flags: Sequence[str]) -> None:
     """Refuse what pretrain_gpt.py would refuse of a layout."""
-    config = parse_config(
-        _command(degrees, flags, tempfile.gettempdir()),
-        prog="many_ranks.py",
-        description="",
-        kind=Config,
-        shape=shape_from_hf,
-        continued=settings_to_continue,
-        vocabulary=vocabulary_size,
-        checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
-        planned=True,
-    )
+    config = read_config(_command(degrees, flags, tempfile.gettempdir()), prog="many_ranks.py", planned=True)
     if config.parallel.ranks != math.prod(degrees):
         raise UserError("a layout has --tp, --pp and --dp: leave other degrees out")
 
@@ -190,12 +159,11 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="many_ranks.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
     for name in ("tp", "pp", "dp"):
-        add(f"--{name}", type=positive, action="append", default=[], metavar="N", help="once for each layout")
-    add("--steps", type=positive, default=3, metavar="N", help="of each job (3)")
-    add("--microbatches", type=positive, default=2, metavar="N", help="of each replica and step (2)")
-    add("--timeout", type=_seconds, default=900.0, metavar="S", help="seconds that a job may take (900)")
+        parser.flag(f"--{name} N", "once for each layout", positive, [], action="append")
+    parser.flag("--steps N", "of each job", positive, 3)
+    parser.flag("--microbatches N", "of each replica and step", positive, 2)
+    parser.flag("--timeout S", "seconds that a job may take", _seconds, 900.0)
     return parser
 
 
@@ -216,23 +184,21 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Run the layouts and one process, print the table, and return the exit status."""
-    worst: list[float] = []
-    return run_tool(_parser(), argv, lambda options: worst.extend(_differences(options))) or int(
-        not all(difference <= TOLERANCE for difference in worst)
-    )
+    return run_tool(_parser(), argv, _run)
 
 
-def _differences(options: Namespace) -> Iterator[float]:
-    """Of the losses of each layout from those of one process, relative; prints the table."""
+def _run(options: Namespace) -> int:
+    """Print the table; 1 where a loss differs from that of one process by more than rounding."""
+    differ = False
     flags = tiny_model(options.layouts, options)
-    expected = run_job(ONE, of_one_process(flags), timeout=options.timeout).losses
+    expected = run_job(ONE, without_fields(flags, _OF_SEVERAL_RANKS), timeout=options.timeout).losses
     for number, degrees in enumerate(options.layouts):
         job = run_job(degrees, flags, timeout=options.timeout)
         worst = max(abs(a - b) / abs(b) for a, b in zip(job.losses, expected, strict=True))
         row = rows(degrees, job, worst)
-        lines = table(list(row), [list(row.values())]).splitlines()
-        print("\n".join(lines if number == 0 else lines[-1:]), flush=True)
-        yield worst
+        print("\n".join(table(list(row), [list(row.values())]).splitlines()[2 * (number > 0) :]), flush=True)
+        differ |= not worst <= TOLERANCE
+    return int(differ)
 
 
 if __name__ == "__main__":

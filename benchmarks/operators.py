@@ -1,21 +1,16 @@
 """How many operators a transformer block and the output layer launch, forward and backward; counted without a GPU.
 
     python benchmarks/operators.py
-    python benchmarks/operators.py --compiled
 
 The models compute on fake tensors, with the operators that they use on a GPU. Each operator that a GPU would run is
 counted, collectives included; views and allocations are not. Some operators launch more than one kernel: torch's flash
 attention does backward, and so do our norms. Experts are computed by the grouped kernels, and the tokens are
 divided over them evenly.
-
-With --compiled a block is compiled for the CPU, and what the generated code calls is counted: generated kernels and
-operators. It takes a minute, and needs a C++ compiler. The code for a GPU may be divided otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,17 +22,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import ops
-from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedModel, TrainingConfig
-from megacore.config.experts import ExpertsConfig
+from megacore.config import Config, ResolvedModel, TrainingConfig
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.parallel.compiled import compile_layer
 from megacore.parallel.context import ContextComm, SequenceShards
 from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.loss import vocabulary_share
@@ -49,23 +41,14 @@ from tools import generated_pages as pages
 MICRO_BATCH, POSITIONS, HIDDEN, VOCABULARY, RANKS = 2, 64, 256, 1024, 8
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "position_embedding_type": "rope",
-    "disable_bias_linear": True,
-    "num_query_groups": 8,
-    "untie_embeddings_and_output_weights": True,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
+    "normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope", "disable_bias_linear": True,
+    "num_query_groups": 8, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
 GPT2: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SHAPES: dict[str, dict[str, Any]] = {"Llama": LLAMA, "GPT-2": GPT2, "GPT-2, dropout": GPT2 | {"hidden_dropout": 0.1}}
 EXPERTS, CHOSEN = 8, 2
 MIXTRAL = f"Llama, {EXPERTS} experts"
 CONTEXT_COMMS: tuple[ContextComm, ...] = ("allgather", "ring", "ulysses")
-
-# A call in the code that inductor generates for the CPU.
-_CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -102,15 +85,12 @@ class Launches(TorchDispatchMode):
 
 def model_of(shape: str, tp: int) -> ResolvedModel:
     """A model of two blocks in the named shape."""
-    kind = LLAMA if shape == MIXTRAL else SHAPES[shape]
-    config = Config(
-        model=ModelConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=16, vocab_size=VOCABULARY, **kind),
-        experts=ExpertsConfig(num_experts=EXPERTS if shape == MIXTRAL else None, moe_router_topk=CHOSEN),
-        parallel=ParallelConfig(tp=tp),
-        data=DataConfig(seq_length=POSITIONS, mock_data=True),
-        training=TrainingConfig(train_iters=1, micro_batch_size=MICRO_BATCH),
-    )
-    return config.resolve(tp).model
+    values = {
+        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 16, "vocab_size": VOCABULARY, "tp": tp,
+        "num_experts": EXPERTS if shape == MIXTRAL else None, "moe_router_topk": CHOSEN, "seq_length": POSITIONS,
+        "mock_data": True, "micro_batch_size": MICRO_BATCH, **(LLAMA if shape == MIXTRAL else SHAPES[shape]),
+    }  # fmt: skip
+    return Config(training=TrainingConfig(train_iters=1)).with_values(values).resolve(tp).model
 
 
 def group_of(tp: int) -> Group:
@@ -192,32 +172,15 @@ def count_head(tp: int) -> Count:
     return Count(forward.names, backward.names)
 
 
-def count_compiled(shape: str) -> tuple[list[str], list[str]]:
-    """What the compiled forward and backward of one block call: generated kernels, and operators."""
-    layer = build(shape, 1, 1)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.02)
-
-    def run() -> None:
-        y = layer(hidden_states())
-        y.backward(torch.zeros_like(y))
-
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):  # which would leave nothing to look at
-        compile_layer(layer)
-        _, code = run_and_get_code(run)
-    forward, backward = (_CALL.findall(text.split("def call(")[1]) for text in code)
-    return forward, backward
-
-
 def table() -> str:
     """The counts of today as Markdown."""
+    counts = [
+        *((f"block, {shape}", f"tp {tp}", count_block(shape, tp)) for shape in ("Llama", "GPT-2") for tp in (1, RANKS)),
+        *(("block, Llama", f"cp {RANKS}, {comm}", count_divided(comm)) for comm in CONTEXT_COMMS),
+        *((f"block, {MIXTRAL}", f"ep {ep}", count_experts(ep)) for ep in (1, RANKS)),
+        *(("output layer and loss", f"tp {tp}", count_head(tp)) for tp in (1, RANKS)),
+    ]
     rows = []
-    shapes = ("Llama", "GPT-2")
-    counts = [(f"block, {shape}", f"tp {tp}", count_block(shape, tp)) for shape in shapes for tp in (1, RANKS)]
-    counts += [("block, Llama", f"cp {RANKS}, {comm}", count_divided(comm)) for comm in CONTEXT_COMMS]
-    counts += [(f"block, {MIXTRAL}", f"ep {ep}", count_experts(ep)) for ep in (1, RANKS)]
-    counts += [("output layer and loss", f"tp {tp}", count_head(tp)) for tp in (1, RANKS)]
     for name, ranks, count in counts:
         both = count.forward + count.backward
         collectives = sum(number for op, number in both.items() if op.startswith("c10d::"))
@@ -228,21 +191,8 @@ def table() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compiled", action="store_true", help="count compiled blocks, on the CPU")
-    parser.add_argument("--names", action="store_true", help="list the operators too")
-    arguments = parser.parse_args(argv)
-    if arguments.compiled:
-        rows = []
-        for shape in SHAPES:
-            forward, backward = count_compiled(shape)
-            generated = sum(name.startswith("cpp_fused") for name in forward + backward)
-            rows.append((shape, 1, f"{len(forward)} + {len(backward)}", generated))
-        print(pages.table(("compiled block", "tp", "forward + backward", "generated"), rows))
-        return 0
+    parser.parse_args(argv)
     print(table())
-    for shape in SHAPES if arguments.names else ():
-        count = count_block(shape, 1)
-        print(f"\n{shape}, tp 1\n  forward  {dict(count.forward)}\n  backward {dict(count.backward)}")
     return 0
 
 

@@ -124,11 +124,8 @@ BLOCK_SECONDS = (0.9e-3, 1.1e-3, 1.3e-3)
 SPEEDS: tuple[Constants, ...] = tuple(itertools.product(PRODUCTS, LINKS, BLOCK_SECONDS))
 HOST_SPREADS: tuple[Constants, ...] = ((0.0,), (0.04,), (0.08,), (0.12,), (0.16,))
 NODE_SPREADS: tuple[Constants, ...] = ((0.0,), (0.01,), (0.015,), (0.02,), (0.025,), (0.03,))
-CHOSEN_SPEEDS: Constants = (
-    A100.device.product_efficiency.expected,
-    A100.device.link_efficiency.expected,
-    MEGATRON_LM.block_seconds.expected,
-)
+_CHOSEN = (A100.device.product_efficiency, A100.device.link_efficiency, MEGATRON_LM.block_seconds)
+CHOSEN_SPEEDS: Constants = tuple(constant.expected for constant in _CHOSEN)
 CHOSEN_HOSTS: Constants = (MEGATRON_LM.host_spread,)
 CHOSEN_NODES: Constants = (A100.device.node_spread.expected,)
 
@@ -189,16 +186,17 @@ def leave_one_out(medians: Errors, grid: Sequence[Constants], chosen: Constants)
     return left
 
 
-def _table(left: dict[str, Left], text: Callable[[Constants], str], *, without: Errors | None = None) -> Iterator[str]:
+def _table(left: dict[str, Left], text: Callable[[Constants], str], without: Errors | None = None) -> Iterator[str]:
     """Rows of a table; `without`: with a column of the errors without what is fitted."""
-    for model, one in left.items():
-        plain = "" if without is None else f" {without[model][0.0,]:.1%} |"
-        yield f"| {model} | {text(one.fitted)} | {one.error:.1%} | {one.chosen_error:.1%} |{plain}"
-    means = [
-        statistics.fmean(values) for values in zip(*((o.error, o.chosen_error) for o in left.values()), strict=True)
-    ]
-    plain = "" if without is None else f" {statistics.fmean(of[0.0,] for of in without.values()):.1%} |"
-    yield f"| mean | | {means[0]:.1%} | {means[1]:.1%} |{plain}"
+    plain = {} if without is None else {model: of[0.0,] for model, of in without.items()}
+    if without is not None:
+        plain["mean"] = statistics.fmean(plain.values())
+    pairs = ((one.error, one.chosen_error) for one in left.values())
+    mean = Left((), *map(statistics.fmean, zip(*pairs, strict=True)))
+    for model, one in {**left, "mean": mean}.items():
+        fitted = f"{text(one.fitted)} " if one.fitted else ""
+        last = f" {plain[model]:.1%} |" if plain else ""
+        yield f"| {model} | {fitted}| {one.error:.1%} | {one.chosen_error:.1%} |{last}"
 
 
 def print_left_out() -> None:
@@ -215,7 +213,7 @@ def print_left_out() -> None:
     ):
         print(f"\n| model | {name} {heads}")
         found = errors(runs, grid, changed)
-        print("\n".join(_table(leave_one_out(found, grid, chosen), lambda c: f"{c[0]:.1%}", without=found)))
+        print("\n".join(_table(leave_one_out(found, grid, chosen), lambda c: f"{c[0]:.1%}", found)))
     print("\n| held out | error, as planned | error without |\n|---|---|---|")
     for model, of in errors(published.held_out_runs(), NODE_SPREADS, with_node_spread).items():
         print(f"| {model} | {of[CHOSEN_NODES]:.1%} | {of[0.0,]:.1%} |")
@@ -226,10 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("of", choices=("table", "halves", "left-out"), help="what is printed")
     parser.add_argument("--rows", action="store_true", help="of the table: print each run")
     args = parser.parse_args(argv)
-    if args.of == "table":
-        print_table(every_run=args.rows)
-    else:
-        {"halves": print_halves, "left-out": print_left_out}[args.of]()
+    {"table": lambda: print_table(every_run=args.rows), "halves": print_halves, "left-out": print_left_out}[args.of]()
     return 0
 
 

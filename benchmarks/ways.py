@@ -83,12 +83,6 @@ def held_in(step: Callable[[], Any]) -> int:
     return max(accumulate(changes, initial=0))
 
 
-def schedule_threads(policy: str) -> None:
-    """Let Linux schedule all threads of this process by a policy."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setscheduler(int(thread.name), getattr(os, policy), os.sched_param(0))
-
-
 def train(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> dict[str, Found]:
     """What each way takes."""
     torch.set_num_threads(1)
@@ -109,8 +103,8 @@ def train(rank: int, world_size: int, options: argparse.Namespace, directory: st
 
 
 def _run(name: str, step: Callable[[], Any]) -> None:
-    if name in _POLICIES:
-        schedule_threads(_POLICIES[name])
+    for thread in Path("/proc/self/task").iterdir() if name in _POLICIES else ():
+        os.sched_setscheduler(int(thread.name), getattr(os, _POLICIES[name]), os.sched_param(0))
     step()
 
 

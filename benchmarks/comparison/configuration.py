@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.comparison.job import Layout, Sizes
-from megacore.config import (
-    AdamWConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ResolvedConfig,
-    TrainingConfig,
-    validate,
-)
+from benchmarks.comparison.job import BETAS, LR, WEIGHT_DECAY, Layout, Sizes
+from megacore.config import Config, ResolvedConfig, TrainingConfig, validate
 from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
+
+_WORKLOAD = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "untie_embeddings_and_output_weights": True, "mock_data": True,
+    "lr": LR, "adam_beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "clip_grad": 0.0,
+}  # fmt: skip
 
 
 def resolved_configuration(
@@ -36,23 +32,10 @@ def resolved_configuration(
     Raises:
         ConfigError: the model cannot be divided so.
     """
-    model = ModelConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        vocab_size=sizes.vocab,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        untie_embeddings_and_output_weights=True,
-    )
-    training = TrainingConfig(
-        micro_batch_size=micro_batch, global_batch_size=sizes.batch, train_iters=100_000, output_dir=directory
-    )
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.0)
-    data = DataConfig(seq_length=sizes.seq, mock_data=True)
-    config = Config(
-        model=model, data=data, optimizer=optimizer, adamw=AdamWConfig(adam_beta2=0.95), training=training
-    ).with_values(changes)
+    model = {"num_layers": sizes.layers, "hidden_size": sizes.hidden, "num_attention_heads": sizes.heads}
+    batch = {"seq_length": sizes.seq, "global_batch_size": sizes.batch, "micro_batch_size": micro_batch}
+    config = Config(training=TrainingConfig(train_iters=100_000, output_dir=directory))
+    config = config.with_values({**_WORKLOAD, **model, "vocab_size": sizes.vocab, **batch, **changes})
     if problems := validate(config, ranks):
         raise ConfigError(problems)
     return config.resolve(ranks)
@@ -64,18 +47,10 @@ def layout_configuration(sizes: Sizes, layout: Layout, directory: str, **changes
     Raises:
         ConfigError: the model cannot be divided so.
     """
-    return resolved_configuration(
-        sizes,
-        directory,
-        micro_batch=max(1, sizes.batch // (layout.dp * layout.microbatches)),
-        ranks=layout.ranks,
-        tp=layout.tp,
-        pp=layout.pp,
-        dp=layout.dp,
-        zero_stage=layout.zero,
-        sequence_parallel=layout.sequence_parallel,
-        **changes,
-    )
+    micro_batch = max(1, sizes.batch // (layout.dp * layout.microbatches))
+    degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero_stage": layout.zero}
+    changes = {**degrees, "sequence_parallel": layout.sequence_parallel, **changes}
+    return resolved_configuration(sizes, directory, micro_batch=micro_batch, ranks=layout.ranks, **changes)
 
 
 def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:

@@ -17,16 +17,10 @@ _CYCLE = 64
 _NOISE = 0.1
 
 
-def write_inputs(sizes: Sizes, directory: Path, *, seed: int = 1) -> tuple[Path, Path]:
-    """Files of token ids and of initial weights.
-
-    Args:
-        sizes: of the model.
-        directory: where they are written.
-        seed: of both.
-    """
-    tokens, weights = directory / "tokens.npy", directory / "weights.npz"
-    rng = np.random.default_rng(seed)
+def write_inputs(sizes: Sizes, directory: Path) -> tuple[str, str]:
+    """Files of token ids and of initial weights for a model of these sizes."""
+    tokens, weights = str(directory / "tokens.npy"), str(directory / "weights.npz")
+    rng = np.random.default_rng(1)
     np.save(tokens, _tokens(sizes, rng))
     values: dict[str, Any] = dict(_weights(sizes, rng))
     np.savez(weights, **values)

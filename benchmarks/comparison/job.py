@@ -4,11 +4,8 @@ the ranks of a peer import this in an environment without megacore's requirement
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Schedule = Literal["default", "1f1b", "interleaved", "zero-bubble"]
@@ -17,6 +14,8 @@ PEERS = SIDES[1:]
 # Products of square matrices that each rank computes in a step of the measurement of the machine's limit.
 PRODUCTS, PRODUCTS_SIZE = 20, 1024
 PRODUCTS_FLOPS = 2.0 * PRODUCTS_SIZE**3 * PRODUCTS
+# Of AdamW, on all sides. Gradients are not clipped.
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 # One training step. Returns the mean loss over what this rank has computed, or None where another pipeline rank has it.
 Step = Callable[[], float | None]
 
@@ -96,43 +95,42 @@ class Layout:
         return 4 if self.pp > 1 else 1
 
 
-# Way to divide -> its name, and what a layout of n ranks has. Combinations give two ranks to each group but the last.
-_WAYS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
-    "dp": ("data parallel", lambda n: {"dp": n}),
-    "zero1": ("ZeRO 1", lambda n: {"dp": n, "zero": 1}),
-    "zero2": ("ZeRO 2", lambda n: {"dp": n, "zero": 2}),
-    "zero3": ("ZeRO 3", lambda n: {"dp": n, "zero": 3}),
-    "tp": ("tensor parallel", lambda n: {"tp": n}),
-    "tp-sp": ("tensor and sequence parallel", lambda n: {"tp": n, "sequence_parallel": True}),
-    "pp": ("pipeline, 1F1B", lambda n: {"pp": n}),
-    "pp-default": ("pipeline, default schedule", lambda n: {"pp": n, "schedule": "default"}),
-    "pp-interleaved": ("pipeline, interleaved", lambda n: {"pp": n, "schedule": "interleaved"}),
-    "pp-zero-bubble": ("pipeline, zero-bubble", lambda n: {"pp": n, "schedule": "zero-bubble"}),
-    "tp-dp": ("tensor x data parallel", lambda n: {"tp": 2, "dp": n // 2}),
-    "tp-zero1": ("tensor parallel x ZeRO 1", lambda n: {"tp": 2, "dp": n // 2, "zero": 1}),
-    "tp-zero3": ("tensor parallel x ZeRO 3", lambda n: {"tp": 2, "dp": n // 2, "zero": 3}),
-    "pp-dp": ("pipeline x data parallel, 1F1B", lambda n: {"pp": 2, "dp": n // 2}),
-    "pp-dp-default": (
-        "pipeline x data parallel, default schedule",
-        lambda n: {"pp": 2, "dp": n // 2, "schedule": "default"},
-    ),
-    "pp-zero1": ("pipeline x ZeRO 1, 1F1B", lambda n: {"pp": 2, "dp": n // 2, "zero": 1}),
-    "tp-pp": ("tensor parallel x pipeline, 1F1B", lambda n: {"tp": 2, "pp": n // 2}),
+# Way to divide -> its name, and what a layout has. Of n ranks, REST are those that the other groups leave over.
+REST = 0
+_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp": ("data parallel", {"dp": REST}),
+    "zero1": ("ZeRO 1", {"dp": REST, "zero": 1}),
+    "zero2": ("ZeRO 2", {"dp": REST, "zero": 2}),
+    "zero3": ("ZeRO 3", {"dp": REST, "zero": 3}),
+    "tp": ("tensor parallel", {"tp": REST}),
+    "tp-sp": ("tensor and sequence parallel", {"tp": REST, "sequence_parallel": True}),
+    "pp": ("pipeline, 1F1B", {"pp": REST}),
+    "pp-default": ("pipeline, default schedule", {"pp": REST, "schedule": "default"}),
+    "pp-interleaved": ("pipeline, interleaved", {"pp": REST, "schedule": "interleaved"}),
+    "pp-zero-bubble": ("pipeline, zero-bubble", {"pp": REST, "schedule": "zero-bubble"}),
+    "tp-dp": ("tensor x data parallel", {"tp": 2, "dp": REST}),
+    "tp-zero1": ("tensor parallel x ZeRO 1", {"tp": 2, "dp": REST, "zero": 1}),
+    "tp-zero3": ("tensor parallel x ZeRO 3", {"tp": 2, "dp": REST, "zero": 3}),
+    "pp-dp": ("pipeline x data parallel, 1F1B", {"pp": 2, "dp": REST}),
+    "pp-dp-default": ("pipeline x data parallel, default schedule", {"pp": 2, "dp": REST, "schedule": "default"}),
+    "pp-zero1": ("pipeline x ZeRO 1, 1F1B", {"pp": 2, "dp": REST, "zero": 1}),
+    "tp-pp": ("tensor parallel x pipeline, 1F1B", {"tp": 2, "pp": REST}),
 }
+KINDS = tuple(_WAYS)
 NAMES = {"one": "one process", **{kind: name for kind, (name, _) in _WAYS.items()}}
-
-
-def _layout(kind: str, ranks: int) -> Layout:
-    return Layout(kind=kind, **_WAYS[kind][1](ranks))
-
-
-KINDS: dict[str, Callable[[int], Layout]] = {kind: partial(_layout, kind) for kind in _WAYS}
 ONE = Layout(kind="one")
+
+
+def layout_of(kind: str, ranks: int) -> Layout:
+    """A way to divide a model over so many ranks."""
+    rest = ranks // 2 if is_combination(kind) else ranks
+    given: dict[str, Any] = {name: value or rest for name, value in _WAYS[kind][1].items()}
+    return Layout(kind=kind, **given)
 
 
 def is_combination(kind: str) -> bool:
     """Whether two ways are combined, which takes four ranks or more."""
-    return "-" in kind and KINDS[kind](8).ranks != max(KINDS[kind](8).tp, KINDS[kind](8).pp, KINDS[kind](8).dp)
+    return bool({"tp", "pp"} & {name for name, value in _WAYS[kind][1].items() if value == 2})
 
 
 def rank_counts(most: int) -> list[int]:
@@ -147,7 +145,7 @@ def layouts(kinds: Sequence[str], ranks: int) -> Iterator[Layout]:
         return
     for kind in kinds:
         if not is_combination(kind) or (ranks >= 4 and ranks % 2 == 0):
-            yield KINDS[kind](ranks)
+            yield layout_of(kind, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,44 +161,17 @@ class Job:
         tokens: file of token ids, int64 [samples, s + 1].
         weights: file of the initial weights by megacore's names; None: drawn.
         directory: where a run may write.
-        lr, betas, eps, weight_decay: of AdamW. Gradients are not clipped.
     """
 
     side: str
     sizes: Sizes
     layout: Layout
-    stages: tuple[tuple[int, int], ...]
-    tokens: Path
-    weights: Path | None
-    directory: Path
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    stages: Sequence[Sequence[int]]
+    tokens: str
+    weights: str | None
+    directory: str
 
     @property
     def micro_batch(self) -> int:
         """Sequences of a microbatch."""
         return self.sizes.batch // self.layout.dp // self.layout.microbatches
-
-    def to_json(self) -> str:
-        """The job as text."""
-        return json.dumps(asdict(self), default=str)
-
-    @staticmethod
-    def from_json(text: str) -> Job:
-        """The job of a text."""
-        table = json.loads(text)
-        weights = table["weights"]
-        return Job(
-            **{
-                **table,
-                "sizes": Sizes(**table["sizes"]),
-                "layout": Layout(**table["layout"]),
-                "stages": tuple((start, stop) for start, stop in table["stages"]),
-                "tokens": Path(table["tokens"]),
-                "weights": None if weights is None else Path(weights),
-                "directory": Path(table["directory"]),
-                "betas": tuple(table["betas"]),
-            }
-        )

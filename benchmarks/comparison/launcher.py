@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import select
 import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,11 @@ class Turn:
         seconds: of the slowest rank.
         losses: of each step, the mean over the ranks that know it; NaN where none does.
         peak: bytes that the fullest rank has had in memory so far, without what it had before the model.
-        process_peak: the same, with the framework.
     """
 
     seconds: float
     losses: list[float]
     peak: int
-    process_peak: int
 
 
 class Side:
@@ -55,27 +52,23 @@ class Side:
     """
 
     def __init__(self, job: Job, python: Path, log: Path, *, patience: float = 300.0) -> None:
-        self.job, self.patience = job, patience
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._answers: list[Any] = []
-        path = job.directory / f"{job.side}.json"
-        path.write_text(job.to_json(), encoding="utf-8")
-        remove_stale_locks(EXTENSIONS)
+        self.patience = patience
+        self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        for lock in EXTENSIONS.glob("*/lock"):  # of a compilation that was ended: torch would wait for it for ever
+            lock.unlink(missing_ok=True)
         environment = _environment(job)
         with log.open("ab") as out:
             for rank in range(job.layout.ranks):
-                read, write = os.pipe()
-                self._ranks.append(
-                    subprocess.Popen(
-                        [python, "-m", "benchmarks.comparison.worker", str(path), str(write)],
-                        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(write,),
-                    )
+                pipe, theirs = Pipe()
+                process = subprocess.Popen(
+                    [python, "-m", "benchmarks.comparison.worker", str(theirs.fileno())],
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(theirs.fileno(),),
                 )  # fmt: skip
-                os.close(write)
-                self._answers.append(os.fdopen(read, encoding="utf-8"))
+                self._ranks.append((process, pipe))
+                theirs.close()
         try:
-            self.name = str(self._collect()[0]["name"])
+            self.name = str(self._ask(job)[0]["name"])
         except BaseException:
             self.close()
             raise
@@ -86,59 +79,39 @@ class Side:
         Raises:
             SideFailed: a rank failed.
         """
-        for process in self._ranks:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its answer says why
-                process.stdin.write(f"{steps}\n".encode())
-                process.stdin.flush()
-        answers = self._collect()
+        answers = self._ask(steps)
         losses = [_mean(known) for known in zip(*(answer["losses"] for answer in answers), strict=True)]
-        return Turn(
-            seconds=max(answer["seconds"] for answer in answers),
-            losses=losses,
-            peak=max(answer["peak"] for answer in answers),
-            process_peak=max(answer["process_peak"] for answer in answers),
-        )
+        seconds, peak = (max(answer[name] for answer in answers) for name in ("seconds", "peak"))
+        return Turn(seconds=seconds, losses=losses, peak=peak)
 
-    def _collect(self) -> list[dict[str, Any]]:
-        """One answer of every rank; the first error ends the wait, as the other ranks may wait for that one."""
+    def _ask(self, what: object) -> list[dict[str, Any]]:
+        """Every rank's answer; the first error ends the wait, as the other ranks may wait for that one."""
+        for _, pipe in self._ranks:
+            with contextlib.suppress(OSError):  # it has died, which its answer says
+                pipe.send(what)
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self.patience
         while len(answers) < len(self._ranks):
-            waiting = {self._answers[rank]: rank for rank in range(len(self._ranks)) if rank not in answers}
-            ready, _, _ = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0.0))
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
             if not ready:
                 raise SideFailed(f"rank {min(waiting.values())} did not answer in {self.patience:.0f} s")
-            for pipe in ready:
-                line = pipe.readline()
-                answer = json.loads(line) if line else {"error": f"rank {waiting[pipe]} died"}
-                if "error" in answer:
-                    raise SideFailed(answer["error"])
-                answers[waiting[pipe]] = answer
+            for pipe, rank in ((pipe, waiting[pipe]) for pipe in ready if isinstance(pipe, Connection)):
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    answers[rank] = {"error": f"rank {rank} died"}
+                if "error" in answers[rank]:
+                    raise SideFailed(answers[rank]["error"])
         return [answers[rank] for rank in range(len(self._ranks))]
 
     def close(self) -> None:
         """End the ranks."""
-        for process in self._ranks:
+        for process, _ in self._ranks:
             process.kill()
-        for process in self._ranks:
+        for process, pipe in self._ranks:
             process.wait()
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for pipe in self._answers:
             pipe.close()
-
-
-def remove_stale_locks(extensions: Path) -> None:
-    """Remove the locks of compilations that were ended: torch waits for a lock for as long as its file is there. The
-    sides of a comparison start one after the other, so that none compiles now.
-
-    Args:
-        extensions: where torch puts what it compiles.
-    """
-    for lock in extensions.glob("*/lock"):
-        lock.unlink(missing_ok=True)
 
 
 def _mean(values: tuple[float, ...]) -> float:
@@ -150,15 +123,8 @@ def _environment(job: Job) -> dict[str, str]:
     """torchrun's variables, and one thread per rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = str(job.layout.ranks)
-    return {
-        **os.environ,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
-    }
+        port, world = str(free.getsockname()[1]), str(job.layout.ranks)
+    return os.environ | {
+        "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+    }  # fmt: skip

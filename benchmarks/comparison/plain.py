@@ -5,8 +5,8 @@ Shape legend: b sequences, s positions, h hidden size, n heads of a rank, d head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.comparison.job import Job, Sizes
+from benchmarks.comparison.job import BETAS, EPS, LR, WEIGHT_DECAY, Job, Sizes
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels, int64 [b, s] each
+ADAMW: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
 
 
 class Attention(nn.Module):
@@ -101,17 +102,23 @@ class PlainGPT(nn.Module):
     """Consecutive layers of a GPT-2: 0 is the embedding, the last one the head, the blocks are between them.
 
     Args:
-        sizes: of the whole model.
-        layers: that this module has, [start, stop).
+        job: has the sizes of the whole model, and its initial weights, if any.
+        layers: that this module has, [start, stop); None: all.
     """
 
-    def __init__(self, sizes: Sizes, layers: tuple[int, int]) -> None:
+    def __init__(self, job: Job, layers: Sequence[int] | None = None) -> None:
         super().__init__()
-        start, stop = layers
+        sizes = job.sizes
+        start, stop = layers or (0, sizes.layers + 2)
         self.embedding = Embedding(sizes) if start == 0 else None
         blocks = range(max(start, 1), min(stop, sizes.layers + 1))
         self.blocks = nn.ModuleDict({str(layer - 1): Block(sizes.hidden, sizes.heads) for layer in blocks})
         self.head = Head(sizes) if stop == sizes.layers + 2 else None
+        if job.weights is not None:
+            theirs = {"head.weight": "head.output.weight", "embedding.positions": "embedding.positions.weight"}
+            with np.load(job.weights) as values:
+                state = {theirs.get(name, name): torch.from_numpy(values[name]) for name in values.files}
+            self.load_state_dict({name: state[name] for name in self.state_dict()})
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
@@ -120,50 +127,29 @@ class PlainGPT(nn.Module):
             x = block(x)
         return x if self.head is None else self.head(x)
 
-    def load(self, path: Path) -> None:
-        """Take the values of a file of inputs.py."""
-        theirs = {"head.weight": "head.output.weight", "embedding.positions": "embedding.positions.weight"}
-        with np.load(path) as values:
-            state = {theirs.get(name, name): torch.from_numpy(values[name]) for name in values.files}
-        own = self.state_dict()
-        self.load_state_dict({name: state[name] for name in own})
-
-
-def built(job: Job, layers: tuple[int, int] | None = None) -> PlainGPT:
-    """A model, or a stage of one, with the job's initial weights."""
-    model = PlainGPT(job.sizes, layers or (0, job.sizes.layers + 2))
-    if job.weights is not None:
-        model.load(job.weights)
-    return model
-
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Groups of an optimizer: matrices decay, vectors do not. Distributed tensors have groups of their own, as
     torch's fused update takes no mixture."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in parameters.values():
+    for parameter in model.parameters():
         groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(parameter)
-    return [
-        {"params": held, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), held in groups.items()
-    ]
+    return [{"params": held, "weight_decay": WEIGHT_DECAY * is_matrix} for (is_matrix, _), held in groups.items()]
 
 
-def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
-    """The optimizer of a job, with torch's fused update."""
-    groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
-    return torch.optim.AdamW(groups, lr=job.lr, betas=job.betas, eps=job.eps, fused=True)
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer of all jobs, with torch's fused update."""
+    return torch.optim.AdamW(decay_groups(model), **ADAMW)
 
 
 def microbatches(job: Job, replica: int) -> Iterator[Batch]:
     """A replica's microbatches without end, in megacore's order."""
     data, size = np.load(job.tokens, mmap_mode="r"), job.micro_batch
-    number = replica
-    while True:
-        samples = torch.from_numpy(np.stack([data[(number * size + i) % len(data)] for i in range(size)]))
+    for number in count(replica, job.layout.dp):
+        samples = torch.from_numpy(np.take(data, range(number * size, (number + 1) * size), axis=0, mode="wrap"))
         yield samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-        number += job.layout.dp

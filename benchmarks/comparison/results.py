@@ -6,9 +6,8 @@ import math
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.comparison.job import NAMES, SIDES, Layout, Sizes
 from tools.generated_pages import bring_up_to_date, table
@@ -28,7 +27,7 @@ class Row:
         layout: how the model is divided.
         seconds: per step, round by round; rounds of the sides of a layout alternate.
         limit: FLOP/s of matrix products on all ranks together, in the same rounds.
-        peak, process_peak: bytes of the fullest rank, without and with what it had in memory before the model.
+        peak: bytes of the fullest rank, without what it had in memory before the model.
         losses: of all steps.
     """
 
@@ -38,16 +37,7 @@ class Row:
     seconds: list[float]
     limit: float
     peak: int
-    process_peak: int
     losses: list[float]
-
-    def tokens_per_second(self, sizes: Sizes) -> float:
-        """The median round's."""
-        return sizes.tokens / statistics.median(self.seconds)
-
-    def flops_per_second(self, sizes: Sizes) -> float:
-        """Of the model, the median round's."""
-        return sizes.step_flops / statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +81,22 @@ class Results:
     largest: list[Largest] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def sides(self) -> list[str]:
-        """Frameworks with figures, megacore first."""
-        return [side for side in SIDES if any(row.side == side for row in self.rows)]
-
-    def layouts(self) -> list[Layout]:
-        """Those that were measured, in order."""
-        return list(dict.fromkeys(row.layout for row in self.rows))
-
     def row(self, side: str, layout: Layout) -> Row | None:
         """The figures of one framework on one layout."""
         return next((row for row in self.rows if (row.side, row.layout) == (side, layout)), None)
 
-    def disagreements(self) -> Iterator[tuple[Row, float]]:
-        """Rows whose losses differ from megacore's, and by how much."""
+    def compared(self) -> Iterator[tuple[Row, Row]]:
+        """megacore's row and another framework's, of each layout that both have."""
         for row in self.rows:
             ours = self.row("megacore", row.layout)
-            if ours is not None and (apart := difference(ours.losses, row.losses)) > AGREEMENT:
-                yield row, apart
+            if ours is not None and row is not ours:
+                yield ours, row
 
-    def to_json(self) -> dict[str, Any]:
-        """All figures."""
-        return asdict(self)
+    def disagreements(self) -> Iterator[tuple[Row, float]]:
+        """Rows whose losses differ from megacore's, and by how much."""
+        for ours, row in self.compared():
+            if (apart := difference(ours.losses, row.losses)) > AGREEMENT:
+                yield row, apart
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -145,37 +129,27 @@ def _wrapped(line: str) -> str:
 
 def _head(results: Results) -> str:
     s, versions = results.sizes, ", ".join(f"{name} {version}" for name, version in results.versions.items())
-    apart = [
-        difference(ours.losses, row.losses)
-        for row in results.rows
-        if (ours := results.row("megacore", row.layout)) is not None and row is not ours
-    ]
+    apart = [difference(ours.losses, row.losses) for ours, row in results.compared()]
     same = f" Their losses agree within {max(apart):.0e} (relative)." if apart else ""
-    model = (
-        f"GPT-2 with {s.layers} layers, hidden size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, "
-        f"an untied head and no dropout ({s.parameters / 1e6:.1f}M parameters)"
-    )
     return (
-        f"Measured on {results.date}: {results.machine}, {versions}. {model}; {s.batch} sequences = {s.tokens:,} "
-        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. All frameworks have the same initial "
-        f"weights, tokens and stages.{same}"
+        f"Measured on {results.date}: {results.machine}, {versions}. GPT-2 with {s.layers} layers, hidden size "
+        f"{s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, an untied head and no dropout "
+        f"({s.parameters / 1e6:.1f}M parameters); {s.batch} sequences = {s.tokens:,} tokens per step, 4 microbatches "
+        "in pipelines; AdamW, fp32, no clipping. All frameworks have the same initial weights, tokens and "
+        f"stages.{same}"
     )
 
 
 def _figures(results: Results) -> str:
-    sides = results.sides()
-    rows = []
-    shares = []
-    for layout in results.layouts():
-        ours = results.row("megacore", layout)
-        if ours is None:
-            continue
-        found = [results.row(side, layout) for side in sides]
-        cells = [NAMES[layout.kind], degrees(layout), f"{ours.tokens_per_second(results.sizes):,.0f}"]
+    sides = [side for side in SIDES if any(row.side == side for row in results.rows)]
+    rows, shares = [], []
+    for ours in (row for row in results.rows if row.side == "megacore"):
+        found = [results.row(side, ours.layout) for side in sides]
+        rate = 1 / statistics.median(ours.seconds)  # steps per second
+        cells = [NAMES[ours.layout.kind], degrees(ours.layout), f"{results.sizes.tokens * rate:,.0f}"]
         cells += ["" if row is None else f"{ratio(ours, row):.2f}" for row in found[1:]]
-        shares.append(ours.flops_per_second(results.sizes) / ours.limit)
-        cells += ["" if row is None else f"{row.peak / MIB:,.0f}" for row in found]
-        rows.append(cells)
+        rows.append(cells + ["" if row is None else f"{row.peak / MIB:,.0f}" for row in found])
+        shares.append(results.sizes.step_flops * rate / ours.limit)
     text = (
         "megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds). MiB: the "
         "peak of the fullest rank, without what its process had before the model."
@@ -193,14 +167,12 @@ def _largest(results: Results) -> str:
     if not results.largest or results.largest_sizes is None:
         return ""
     s = results.largest_sizes
-    sides = [side for side in SIDES if any(one.side == side for one in results.largest)]
-    rows = []
-    for layout in dict.fromkeys(one.layout for one in results.largest):
-        found = {one.side: one for one in results.largest if one.layout == layout}
-        cells = [
-            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers})" if side in found else "" for side in sides
-        ]
-        rows.append([NAMES[layout.kind], degrees(layout), *cells])
+    found = {(one.layout, one.side): f"{one.parameters / 1e6:,.0f}M ({one.layers})" for one in results.largest}
+    sides = [side for side in SIDES if any(side == of for _, of in found)]
+    rows = [
+        [NAMES[layout.kind], degrees(layout), *(found.get((layout, side), "") for side in sides)]
+        for layout in dict.fromkeys(one.layout for one in results.largest)
+    ]
     text = (
         f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB in two steps: hidden "
         f"size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences per step, and as many "
@@ -237,8 +209,8 @@ def _missing(reasons: Mapping[str, str]) -> str:
 
 def degrees(layout: Layout) -> str:
     """The number of ranks, as a product where it is one."""
-    named = [(name, size) for name, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp)) if size > 1]
-    return " x ".join(f"{name} {size}" for name, size in named) if len(named) > 1 else str(layout.ranks)
+    named = [f"{name} {size}" for name in ("tp", "pp", "dp") if (size := getattr(layout, name)) > 1]
+    return " x ".join(named) if len(named) > 1 else str(layout.ranks)
 
 
 _WIDTH = 120  # of the page's lines

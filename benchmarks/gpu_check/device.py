@@ -61,11 +61,9 @@ def version_of(package: str) -> str | None:
 
 def median_seconds(function: Callable[[], object], device: torch.device) -> float:
     """Median time of a call."""
-    return _median_on_cuda(function, device) if device.type == "cuda" else _median_on_host(function, device)
-
-
-def _median_on_cuda(function: Callable[[], object], device: torch.device) -> float:
     function()  # compiles its kernels
+    if device.type != "cuda":
+        return statistics.median(timed(function, device) for _ in range(_HOST_CALLS))
     torch.cuda.synchronize(device)
     started = time.perf_counter()
     function()
@@ -84,16 +82,13 @@ def _median_on_cuda(function: Callable[[], object], device: torch.device) -> flo
     return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
-def _median_on_host(function: Callable[[], object], device: torch.device) -> float:
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds on the host's clock until the device has done it, too."""
+    synchronize(device)
+    start = time.perf_counter()
     function()
-    seconds = []
-    for _ in range(_HOST_CALLS):
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def copy_rate(device: torch.device, *, small: bool = False) -> float:
@@ -164,29 +159,19 @@ def heaviest(step: Callable[[], object], device: torch.device) -> dict[str, Any]
     with profile(activities=activities, acc_events=True) as profiler:  # or torch 2.11 warns of a second start
         step()
         synchronize(device)
-    events = profiler.key_averages()
-    operators = [event for event in events if event.device_type == DeviceType.CPU]
-    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
 
     def microseconds(event: Any) -> float:
         return float(event.self_device_time_total if on_cuda else event.self_cpu_time_total)
 
-    return {
-        "operators": _heaviest(operators, microseconds),
-        "kernels": _heaviest(kernels, microseconds),
-        "device_ms": round(sum(map(microseconds, kernels)) / 1e3, 3),
-        "launches": sum(event.count for event in kernels),
-    }
-
-
-def _heaviest(events: list[Any], microseconds: Callable[[Any], float]) -> list[dict[str, Any]]:
-    total = sum(map(microseconds, events)) or 1.0
-    return [
-        {
-            "name": event.key[:120],
-            "calls": event.count,
-            "ms": round(microseconds(event) / 1e3, 3),
-            "share": round(microseconds(event) / total, 4),
-        }
-        for event in sorted(events, key=microseconds, reverse=True)[:_HEAVIEST]
-    ]
+    found, total, launches = dict[str, Any](), 0.0, 0
+    for kind, of in (("operators", DeviceType.CPU), ("kernels", DeviceType.CUDA)):  # the totals are of the kernels
+        events = [event for event in profiler.key_averages() if event.device_type == of]
+        total, launches = sum(map(microseconds, events)), sum(event.count for event in events)
+        found[kind] = [
+            {
+                "name": event.key[:120], "calls": event.count, "ms": round(microseconds(event) / 1e3, 3),
+                "share": round(microseconds(event) / (total or 1.0), 4),
+            }
+            for event in sorted(events, key=microseconds, reverse=True)[:_HEAVIEST]
+        ]  # fmt: skip
+    return found | {"device_ms": round(total / 1e3, 3), "launches": launches}

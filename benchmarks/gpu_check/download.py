@@ -9,6 +9,7 @@ what comes with a GPU's torch. Wheels are those of Python 3.12 on x86-64 Linux, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,6 @@ PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)),
     *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"),
 )
-LARGEST_BYTES = 64 << 20
 _TARGET = {
     "python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "platform_machine": "x86_64",
     "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix",
@@ -57,39 +57,22 @@ def wanted() -> list[str]:
         if name not in versions and not str(requirement.specifier).startswith("=="):
             raise LookupError(f"{name} has no version in constraints.txt, and setup.cfg gives none")
         found[name] = f"{name}=={versions[name]}" if name in versions else f"{name}{requirement.specifier}"
-        waiting += _needs(name, requirement)
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of one that is not installed here, nothing is known
+            for need in map(Requirement, metadata.requires(name) or []):
+                environments = ({**_TARGET, "extra": extra} for extra in ("", *requirement.extras))
+                if need.marker is None or any(map(need.marker.evaluate, environments)):
+                    waiting.append(need)
     return sorted(found.values())
 
 
-def _needs(name: str, requirement: Requirement) -> list[Requirement]:
-    """What an installed package requires on the machine with the GPU; nothing of one that is not installed here."""
-    try:
-        lines = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return []
-    extras = ("", *requirement.extras)
-    needs = map(Requirement, lines)
-    return [
-        need
-        for need in needs
-        if need.marker is None or any(need.marker.evaluate({**_TARGET, "extra": extra}) for extra in extras)
-    ]
-
-
 def download(names: Sequence[str], directory: Path) -> int:
-    """Fill a folder with exactly these wheels.
-
-    Returns:
-        Their size in bytes.
-
-    Raises:
-        CalledProcessError: a package has no wheel for the target.
-    """
-    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--python-version", PYTHON]
+    """Fill a folder with exactly these wheels, and return their bytes. Raises CalledProcessError where a package has no
+    wheel for the target."""
+    options = f"-q --no-deps --only-binary=:all: --disable-pip-version-check --python-version {PYTHON}".split()
     options += ["--implementation", "cp", *(word for platform in PLATFORMS for word in ("--platform", platform))]
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as fresh:
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, "-d", fresh, *names], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "download", *options, "-d", fresh, *names], check=True)
         for old in directory.glob("*.whl"):  # another version of the same package would stop the installation
             old.unlink()
         wheels = [wheel.rename(directory / wheel.name) for wheel in Path(fresh).glob("*.whl")]
@@ -97,16 +80,12 @@ def download(names: Sequence[str], directory: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Download, and say how much it is; 1 if it is more than can be carried."""
+    """Download, and say how much it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR", help="the folder to fill")
-    options = parser.parse_args(argv)
-    names = wanted()
-    size = download(names, options.wheels)
-    print(f"{len(names)} wheels for Python {PYTHON}, {size / 2**20:.1f} MiB, in {options.wheels}: {' '.join(names)}")
-    if size > LARGEST_BYTES:
-        print(f"that is more than {LARGEST_BYTES >> 20} MiB", file=sys.stderr)
-        return 1
+    options, names = parser.parse_args(argv), wanted()
+    size = download(names, options.wheels) / 2**20
+    print(f"{len(names)} wheels for Python {PYTHON}, {size:.1f} MiB, in {options.wheels}: {' '.join(names)}")
     return 0
 
 

@@ -16,53 +16,35 @@ from megacore.train.metrics import device_name
 from megacore.train.peaks import peak_tflops
 
 # What nvidia-smi is asked for; it reads, and changes nothing.
-_DRIVER_FIELDS = (
-    "driver_version",
-    "memory.total",
-    "clocks.max.sm",
-    "clocks.max.memory",
-    "power.limit",
-    "vbios_version",
-)
+_DRIVER = ("driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit", "vbios_version")
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "liger-kernel")
 
 
 def driver() -> dict[str, str]:
     """What the driver says of the first GPU; empty where there is no nvidia-smi."""
-    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_DRIVER_FIELDS)}", "--format=csv,noheader"]
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(_DRIVER_FIELDS, (value.strip() for value in done.stdout.strip().split(",")), strict=False))
+    return dict(zip(_DRIVER, (value.strip() for value in done.stdout.strip().split(",")), strict=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record it."""
-    parser = part_parser(__doc__)
-    options = parser.parse_args(argv)
+    options = part_parser(__doc__).parse_args(argv)
     device = open_device(options.device)
     records = Records(options.records)
+    name = device_name(device)
     records.add(
-        "machine",
-        device=device_name(device),
-        device_type=device.type,
-        devices=0 if device.type == "cpu" else torch.accelerator.device_count(),
-        memory_bytes=total_memory(device),
-        peak_tflops=peak_tflops(device_name(device), "bf16"),
-        cpus=os.cpu_count(),
-        python=platform.python_version(),
-        cuda=torch.version.cuda,
-        kernel=platform.release(),
-        driver=driver() if device.type == "cuda" else {},
+        "machine", device=name, device_type=device.type, memory_bytes=total_memory(device),
+        devices=0 if device.type == "cpu" else torch.accelerator.device_count(), peak_tflops=peak_tflops(name, "bf16"),
+        cpus=os.cpu_count(), python=platform.python_version(), cuda=torch.version.cuda, kernel=platform.release(),
+        driver=driver() if device.type == "cuda" else {}, versions={name: version_of(name) for name in _PACKAGES},
         allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-        versions={name: version_of(name) for name in _PACKAGES},
-    )
-    records.add(
-        "rates",
-        copy_bytes_per_second=copy_rate(device, small=options.small),
-        matmul_flops_per_second=matmul_rate(device, small=options.small),
-    )
+    )  # fmt: skip
+    copied, multiplied = (rate(device, small=options.small) for rate in (copy_rate, matmul_rate))
+    records.add("rates", copy_bytes_per_second=copied, matmul_flops_per_second=multiplied)
     return 0
 
 

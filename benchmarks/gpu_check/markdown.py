@@ -58,29 +58,24 @@ def _machine(report: dict[str, Any], records: list[Record]) -> str:
         f"code {source['sha256'][:12]}.",
     ]
     for machine in _of(records, "machine"):
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+        versions = "".join(f", {name} {version}" for name, version in machine["versions"].items() if version)
         driver = ", ".join(f"{name} {value}" for name, value in machine["driver"].items())
-        lines.append(
-            f"{machine['device']}, {machine['cpus']} CPUs, Python {machine['python']}, CUDA {machine['cuda']}, "
-            f"{versions}{'; ' + driver if driver else ''}."
-        )
+        host = f"{machine['cpus']} CPUs, Python {machine['python']}, CUDA {machine['cuda']}"
+        lines.append(f"{machine['device']}, {host}{versions}{'; ' * bool(driver)}{driver}.")
     for rates in _of(records, "rates"):
-        lines.append(
-            f"A copy moves {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s; a bf16 matrix product runs at "
-            f"{rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s."
-        )
+        copied, multiplied = rates["copy_bytes_per_second"] / 1e12, rates["matmul_flops_per_second"] / 1e12
+        lines.append(f"A copy moves {copied:.2f} TB/s; a bf16 matrix product runs at {multiplied:.0f} TFLOP/s.")
     return "\n\n".join(lines)
 
 
 def _parts(report: dict[str, Any]) -> str:
-    bad = [part for part in report["parts"] if part["status"] != "done"]
-    if not bad:
-        return f"All {len(report['parts'])} parts are done."
-    rows = (
+    rows = [
         (part["name"], part["status"], f"{part['seconds']:.0f} of {part['limit_seconds']:.0f} s", len(part["records"]))
-        for part in bad
-    )
-    return "Not done:\n\n" + table(("part", "status", "time", "records kept"), rows)
+        for part in report["parts"]
+        if part["status"] != "done"
+    ]
+    done = f"All {len(report['parts'])} parts are done."
+    return "Not done:\n\n" + table(("part", "status", "time", "records kept"), rows) if rows else done
 
 
 def _tests(tests: list[Record]) -> str:
@@ -107,13 +102,10 @@ def _section(title: str, text: str, head: Sequence[str], rows: Iterable[Sequence
 
 def _training(runs: list[Record], synchronisations: list[Record]) -> str:
     waits = {(one["shape"], one["mode"]): one["per_step"] for one in synchronisations}
-    rows = (
-        (
-            *(run["shape"], run["mode"], *(_number(run[key], form) for _, key, form in _OF_TRAINING)),
-            _number(waits.get((run["shape"], run["mode"]))),
-        )
-        for run in runs
-    )
+    rows = []
+    for run in runs:
+        cells = (_number(run[key], form) for _, key, form in _OF_TRAINING)
+        rows.append((run["shape"], run["mode"], *cells, _number(waits.get((run["shape"], run["mode"])))))
     text = (
         "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
         "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: --compile."
@@ -151,17 +143,15 @@ def _kernels(figures: list[Record]) -> str:
     for figure in figures:
         if figure["error"] is None:
             cells.setdefault((figure["operator"], figure["direction"]), {})[figure["implementation"]] = figure
-        elif figure["implementation"] != "liger" or not figure["error"].startswith("ModuleNotFoundError"):
+        else:
             problems.append(f"- {figure['operator']}, {figure['implementation']}: {figure['error']}")
     rows = []
     for names, found in cells.items():
         if ours := found.get("megacore"):
             seconds = (found[other]["seconds"] if other in found else None for other in _OTHERS)
             times = (_number(taken and taken / ours["seconds"], ".2f") for taken in seconds)
-            rate = ours["bytes"] / ours["seconds"] / 1e9
-            rows.append(
-                (*names, f"{ours['seconds'] * 1e6:.1f}", f"{rate:,.0f}", f"{ours['share_of_copy']:.0%}", *times)
-            )
+            rate = f"{ours['bytes'] / ours['seconds'] / 1e9:,.0f}"
+            rows.append((*names, f"{ours['seconds'] * 1e6:.1f}", rate, f"{ours['share_of_copy']:.0%}", *times))
     head = ("operator", "direction", "us", "GB/s", "of copy", *(f"times {other}" for other in _OTHERS))
     text = "bf16. Speed over that of the others: above 1 this project's kernel is faster."
     return _section("Kernels", text, head, rows, "\n".join(problems))

@@ -17,14 +17,11 @@ class _Recorder:
         """A test has one report for each of set-up, call and tear-down: the call counts, and whatever went wrong."""
         if report.when != "call" and report.passed:
             return
-        message = ""
-        if report.failed:
-            message = report.longreprtext[-2000:]
-        elif report.skipped and isinstance(report.longrepr, tuple):
+        message = report.longreprtext[-2000:] if report.failed else ""
+        if report.skipped and isinstance(report.longrepr, tuple):
             message = report.longrepr[2]
-        self._records.add(
-            "test", name=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), message=message
-        )
+        seconds = round(report.duration, 3)
+        self._records.add("test", name=report.nodeid, outcome=report.outcome, seconds=seconds, message=message)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

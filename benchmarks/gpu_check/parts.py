@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -61,21 +61,16 @@ class Outcome:
     name: str
     status: Status
     exit_status: int | None
-    seconds: float
     limit_seconds: float
+    seconds: float = 0.0
     records: list[Record] = field(default_factory=list)
     log_tail: str = ""
 
 
 def run_parts(
-    parts: Sequence[Part],
-    directory: Path,
-    *,
-    seconds: float,
-    environment: Mapping[str, str],
-    report: Callable[[Outcome], None],
-) -> list[Outcome]:
-    """Run all parts that the time allows.
+    parts: Sequence[Part], directory: Path, *, seconds: float, environment: Mapping[str, str]
+) -> Iterator[Outcome]:
+    """Run all parts that the time allows; yields each outcome as soon as it is known.
 
     A part may take `weight / (its weight and those of all later parts)` of the time that is left, so that what one
     leaves unused goes to those after it.
@@ -85,25 +80,20 @@ def run_parts(
         directory: for their records and logs.
         seconds: for all of them.
         environment: of their processes.
-        report: called with each outcome as soon as it is known.
     """
-    end = time.monotonic() + seconds
-    outcomes: list[Outcome] = []
-    useless = False
+    end, useless = time.monotonic() + seconds, False
     for index, part in enumerate(parts):
         left = 0.0 if useless else max(0.0, end - time.monotonic())
-        limit = left * part.weight / sum(later.weight for later in parts[index:])
-        outcomes.append(_run(part, directory, limit, environment))
-        report(outcomes[-1])
-        useless |= part.required and outcomes[-1].status != "done"
-    return outcomes
+        outcome = _run(part, directory, left * part.weight / sum(later.weight for later in parts[index:]), environment)
+        useless |= part.required and outcome.status != "done"
+        yield outcome
 
 
 def _run(part: Part, directory: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
     if limit < LEAST_SECONDS:
-        return Outcome(name=part.name, status="not started", exit_status=None, seconds=0.0, limit_seconds=limit)
+        return Outcome(name=part.name, status="not started", exit_status=None, limit_seconds=round(limit, 1))
     records, log = directory / f"{part.name}.jsonl", directory / f"{part.name}.log"
-    start = time.monotonic()
+    start, exit_status = time.monotonic(), None
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *part.arguments, "--records", str(records)],
@@ -113,23 +103,15 @@ def _run(part: Part, directory: Path, limit: float, environment: Mapping[str, st
         try:
             exit_status = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            exit_status = None
+            pass
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
+            process.wait()
     status: Status = "cut off" if exit_status is None else "failed" if exit_status else "done"
+    said = "" if status == "done" else log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
     return Outcome(
-        name=part.name,
-        status=status,
-        exit_status=exit_status,
-        seconds=time.monotonic() - start,
-        limit_seconds=limit,
-        records=read_records(records),
-        log_tail="" if status == "done" else log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:],
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a part: its process, and the processes that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        name=part.name, status=status, exit_status=exit_status, seconds=round(time.monotonic() - start, 1),
+        limit_seconds=round(limit, 1),
+        records=read_records(records), log_tail=said,
+    )  # fmt: skip

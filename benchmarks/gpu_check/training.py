@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -29,10 +29,9 @@ from benchmarks.gpu_check.device import heaviest, host_synchronisations, open_de
 from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.records import Records, one_line, part_parser, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
-from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import parse_config
-from megacore.data.gpt.build import vocabulary_size
-from megacore.models.flops import block_flops, flops_per_sequence, head_flops
+from megacore.commands.pretrain_gpt import read_config
+from megacore.config import ResolvedConfig
+from megacore.models.flops import Attention, flops_per_sequence
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
 from megacore.plan.memory import plan_memory
@@ -48,23 +47,17 @@ _SECONDS_OF_STEPS = 15.0
 _LARGEST_MICRO_BATCH, _LARGEST_SMALL = 1024, 4
 
 
-class Shape(NamedTuple):
-    """A model as flags of pretrain_gpt.py: to measure, and one of the same kind that any machine can train."""
-
-    flags: str
-    small: str
-
-
 _TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128 "
     "--vocab-size 512 --seq-length 64"
 )
+# Models as flags of pretrain_gpt.py: to measure, and one of the same kind that any machine can train.
 SHAPES = {
-    "gpt2-small": Shape("--preset gpt2-small", "--preset gpt2-tiny"),
-    "gpt2-xl": Shape("--preset gpt2-xl", "--preset gpt2-tiny --num-layers 3"),
-    "llama-3.2-1b": Shape("--preset llama-3.2-1b", f"--preset llama-3.2-1b {_TINY}"),
+    "gpt2-small": ("--preset gpt2-small", "--preset gpt2-tiny"),
+    "gpt2-xl": ("--preset gpt2-xl", "--preset gpt2-tiny --num-layers 3"),
+    "llama-3.2-1b": ("--preset llama-3.2-1b", f"--preset llama-3.2-1b {_TINY}"),
     # Mixtral's blocks at a size of which one device holds the whole state: 8 experts, of which a token uses 2.
-    "experts": Shape(
+    "experts": (
         "--preset mixtral-8x7b --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4 "
         "--ffn-hidden-size 3584 --seq-length 4096",
         f"--preset mixtral-8x7b {_TINY}",
@@ -77,15 +70,7 @@ _COMMON = (
 )
 
 
-def config_of(shape: str, mode: Mode, micro_batch: int, directory: Path, *, small: bool) -> ResolvedConfig:
-    """The configuration, as pretrain_gpt.py would make it of the same flags."""
-    model = SHAPES[shape].small if small else SHAPES[shape].flags
-    extra = {"plain": "", "offload": "--offload-optimizer", "compiled": "--compile"}[mode]
-    if mode == "compiled" and small:  # for tests, which shall not wait for a compiler
-        extra += " --compile backend=aot-eager"
-    batch = f"--micro-batch-size {micro_batch} --global-batch-size {micro_batch}"
-    flags = [*f"{_COMMON} {model} {batch} {extra}".split(), "--output-dir", str(directory)]
-    return parse_config(flags, prog="training", description="", kind=Config, vocabulary=vocabulary_size)
+_OF_MODE: dict[Mode, str] = {"plain": "", "offload": "--offload-optimizer", "compiled": "--compile"}
 
 
 class DrawnOnDevice:
@@ -99,18 +84,6 @@ class DrawnOnDevice:
                 parameter.normal_(std=0.02)
             else:
                 parameter.fill_(1.0 if parameter.spec.name.endswith("norm.weight") else 0.0)
-
-
-@contextmanager
-def trainer_of(config: ResolvedConfig, device: torch.device) -> Iterator[Trainer]:
-    """A trainer, of which nothing is left on the device afterwards."""
-    trainer = megacore_trainer(config, Mesh(device=device), weights=DrawnOnDevice())
-    try:
-        yield trainer
-    finally:
-        trainer.callbacks.call(Callback.on_stop, None)
-        del trainer
-        _free(device)
 
 
 def _free(device: torch.device) -> None:
@@ -139,15 +112,26 @@ class Run:
     directory: Path
     small: bool
 
-    def trainer(self, micro_batch: int) -> AbstractContextManager[Trainer]:
-        """A context with a trainer of this run."""
-        config = config_of(self.shape, self.mode, micro_batch, self.directory, small=self.small)
-        return trainer_of(config, self.device)
+    @contextmanager
+    def trainer(self, micro_batch: int) -> Iterator[Trainer]:
+        """A trainer of this run, of which nothing is left on the device afterwards."""
+        _free(self.device)
+        flags = f"{_COMMON} {SHAPES[self.shape][self.small]} {_OF_MODE[self.mode]}"
+        if self.mode == "compiled" and self.small:  # for tests, which shall not wait for a compiler
+            flags += " backend=aot-eager"
+        flags += f" --micro-batch-size {micro_batch} --global-batch-size {micro_batch} --output-dir {self.directory}"
+        config = read_config(flags.split(), prog="training")
+        trainer = megacore_trainer(config, Mesh(device=self.device), weights=DrawnOnDevice())
+        try:
+            yield trainer
+        finally:
+            trainer.callbacks.call(Callback.on_stop, None)
+            del trainer
+            _free(self.device)
 
     def peak_bytes(self, micro_batch: int) -> int | None:
         """Most memory in use during two steps; None if they do not fit."""
         try:
-            _free(self.device)
             with self.trainer(micro_batch) as trainer:
                 step = megacore_step(trainer)
                 step()
@@ -160,13 +144,11 @@ class Run:
 
 def find_micro_batch(run: Run, records: Records) -> int:
     """The largest micro batch that fits; each try is recorded."""
-    note = partial(records.add, shape=run.shape, mode=run.mode)
 
     def attempt(micro_batch: int) -> int | None:
-        start = time.perf_counter()
-        peak = run.peak_bytes(micro_batch)
-        seconds = round(time.perf_counter() - start, 2)
-        note("fit", micro_batch=micro_batch, peak_bytes=peak, seconds=seconds)
+        start, peak = time.perf_counter(), run.peak_bytes(micro_batch)
+        tried = {"micro_batch": micro_batch, "peak_bytes": peak, "seconds": round(time.perf_counter() - start, 2)}
+        records.add("fit", shape=run.shape, mode=run.mode, **tried)
         return peak
 
     at_most = _LARGEST_SMALL if run.small else _LARGEST_MICRO_BATCH
@@ -175,7 +157,6 @@ def find_micro_batch(run: Run, records: Records) -> int:
 
 def measure(run: Run, micro_batch: int, records: Records) -> None:
     """Time steps, count memory and synchronisations, and profile one step."""
-    _free(run.device)
     with run.trainer(micro_batch) as trainer:
         step = megacore_step(trainer)
         for _ in range(_WARM_UP_STEPS):
@@ -183,46 +164,35 @@ def measure(run: Run, micro_batch: int, records: Records) -> None:
         seconds = step_seconds(step, run.device, most=_LEAST_STEPS if run.small else _STEPS)
         synchronize(run.device)
         note = partial(records.add, shape=run.shape, mode=run.mode)
-        note(
-            "training",
-            micro_batch=micro_batch,
-            **speed(trainer.config, micro_batch, statistics.median(seconds), run.device),
-            seconds_of_each_step=[round(one, 5) for one in seconds],
-            **memory(trainer),
-        )
+        figures = speed(trainer.config, micro_batch, statistics.median(seconds), run.device)
+        figures |= {"seconds_of_each_step": [round(one, 5) for one in seconds], **memory(trainer)}
+        note("training", micro_batch=micro_batch, **figures)
         note("synchronisations", per_step=host_synchronisations(step, run.device))
         note("profile", **heaviest(step, run.device))
 
 
 def step_seconds(step: Callable[[], object], device: torch.device, *, most: int) -> list[float]:
     """Seconds of consecutive steps: as many as fit into the time for them, but a few at least."""
-    marks, started = [_Mark(device)], time.perf_counter()
+    marks, started = [_mark(device)], time.perf_counter()
     while len(marks) <= most:
         step()
-        marks.append(_Mark(device))
+        marks.append(_mark(device))
         if len(marks) > _LEAST_STEPS and time.perf_counter() - started > _SECONDS_OF_STEPS:
             break
     synchronize(device)
-    return [after.since(before) for before, after in pairwise(marks)]
+    if device.type == "cuda":
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    return [after - before for before, after in pairwise(marks)]
 
 
-class _Mark:
+def _mark(device: torch.device) -> Any:
     """A point in time on the device: an event on CUDA, else the host's clock once the device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        else:
-            synchronize(device)
-        self._time = time.perf_counter()
-
-    def since(self, earlier: _Mark) -> float:
-        """Seconds between the two."""
-        if self._event is not None and earlier._event is not None:
-            return earlier._event.elapsed_time(self._event) / 1e3
-        return self._time - earlier._time
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    synchronize(device)
+    return time.perf_counter()
 
 
 def speed(config: ResolvedConfig, micro_batch: int, seconds: float, device: torch.device) -> dict[str, Any]:
@@ -231,26 +201,13 @@ def speed(config: ResolvedConfig, micro_batch: int, seconds: float, device: torc
     `full` counts every query against every key, as Narayanan et al. 2021 do; `causal` counts the half that a causal
     model needs.
     """
-    length = config.data.seq_length
-    full = flops_per_sequence(config.model, length) * micro_batch / seconds / 1e12
-    causal = causal_flops(config) * micro_batch / seconds / 1e12
-    peak = peak_tflops(device_name(device), "bf16")
-    return {
-        "seq_length": length,
-        "step_seconds": seconds,
-        "tokens_per_second": micro_batch * length / seconds,
-        "tflops_full": full,
-        "tflops_causal": causal,
-        "mfu_full": None if peak is None else full / peak,
-        "mfu_causal": None if peak is None else causal / peak,
-    }
-
-
-def causal_flops(config: ResolvedConfig) -> float:
-    """Operations of one sequence, forward and backward, with half of the attention's."""
-    model, length = config.model, config.data.seq_length
-    block = (block_flops(model, length) + block_flops(model, 0)) / 2  # of length 0: everything but attention
-    return 3.0 * length * (model.num_layers * block + head_flops(model))
+    length, peak = config.data.seq_length, peak_tflops(device_name(device), "bf16")
+    rate = micro_batch * length / seconds
+    found: dict[str, Any] = {"seq_length": length, "step_seconds": seconds, "tokens_per_second": rate}
+    for name in get_args(Attention):
+        rate = flops_per_sequence(config.model, length, attention=name) * micro_batch / seconds / 1e12
+        found |= {f"tflops_{name}": rate, f"mfu_{name}": None if peak is None else rate / peak}
+    return found
 
 
 def memory(trainer: Trainer) -> dict[str, Any]:
@@ -278,13 +235,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", choices=("plain", "compiled", "offload"), default="plain")
     parser.add_argument("--like", type=Path, metavar="FILE", help="begin at the micro batch of this earlier record")
     options = parser.parse_args(argv)
-    records = Records(options.records)
+    records, like = Records(options.records), options.like
+    earlier = [] if like is None else [one for one in read_records(like) if one["kind"] == "training"]
     if options.small:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         device = open_device(options.device)
         run = Run(shape=options.shape, mode=options.mode, device=device, directory=Path(folder), small=options.small)
-        micro_batch = _earlier(options.like, options.shape) or find_micro_batch(run, records)
+        micro_batch = earlier[-1]["micro_batch"] if earlier else find_micro_batch(run, records)
         while micro_batch:
             try:
                 measure(run, micro_batch, records)
@@ -294,13 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             micro_batch //= 2
     print(f"{options.shape}: not even a micro batch of 1 fits", file=sys.stderr)
     return 1
-
-
-def _earlier(path: Path | None, shape: str) -> int | None:
-    """The micro batch of a shape's earlier record."""
-    found = [] if path is None else read_records(path)
-    sizes = [record["micro_batch"] for record in found if record["kind"] == "training" and record["shape"] == shape]
-    return sizes[-1] if sizes else None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import configparser
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -28,48 +27,23 @@ def requirements() -> list[str]:
     return [line.strip() for line in lines.splitlines() if line.strip()]
 
 
-def name_of(requirement: str) -> str:
-    """The canonical name of what a requirement asks for."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return canonical(found[0])
+def missing_packages(site: Path | None = None) -> list[str]:
+    """What the check cannot do without, and can import neither from the interpreter nor from a directory."""
+    names = (re.match(r"[A-Za-z0-9._-]+", one) for one in requirements())
+    return sorted({canonical(name[0]) for name in names if name} - OPTIONAL - _installed(site))
 
 
-def missing_packages(names: Iterable[str] | None = None, *, path: Path | None = None) -> list[str]:
-    """Which packages can be imported neither from the interpreter nor from `path`.
-
-    Args:
-        names: of distributions; None: everything that the check cannot do without.
-        path: a further directory of packages.
-    """
-    wanted = {name_of(one) for one in requirements()} - OPTIONAL if names is None else {canonical(one) for one in names}
-    return sorted(wanted - _installed(path))
-
-
-def _installed(path: Path | None = None) -> set[str]:
-    places = [*sys.path, *([str(path)] if path is not None else [])]
-    names = (distribution.metadata["Name"] for distribution in metadata.distributions(path=places))
-    return {canonical(name) for name in names if name}
+def _installed(site: Path | None = None) -> set[str]:
+    found = metadata.distributions(path=[*sys.path, *([] if site is None else [str(site)])])
+    return {canonical(name) for distribution in found if (name := distribution.metadata["Name"])}
 
 
 def install_missing(wheels: Path, target: Path) -> Path | None:
-    """Install those wheels of a folder whose packages the interpreter lacks.
-
-    Args:
-        wheels: the folder.
-        target: a directory to put the packages into.
-
-    Returns:
-        The directory; None where nothing was lacking.
-
-    Raises:
-        CalledProcessError: pip refuses a wheel, as for another Python.
-    """
+    """Install those wheels of a folder whose packages the interpreter lacks into a directory, and return it; None where
+    nothing was lacking. Raises CalledProcessError where pip refuses a wheel, as for another Python."""
     there = _installed()
     lacking = [wheel for wheel in sorted(wheels.glob("*.whl")) if canonical(wheel.name.split("-")[0]) not in there]
-    if not lacking:
-        return None
-    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", "-q", *options, "--target", str(target)]
-    subprocess.run([*command, *map(str, lacking)], check=True)
-    return target
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--target"]
+    if lacking:
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, target, *lacking], check=True)
+    return target if lacking else None

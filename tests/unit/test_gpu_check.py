@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.comparison.job import KINDS, ONE, Layout, Sizes
+from benchmarks.comparison.job import ONE, Layout, Sizes, layout_of
 from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
 from benchmarks.gpu_check import parts, training
 from benchmarks.gpu_check.fitting import largest_fitting
@@ -30,7 +30,7 @@ RECORD = (
 
 
 def outcomes_of(directory: Path, seconds: float, *parts: Part) -> list[Outcome]:
-    return run_parts(parts, directory, seconds=seconds, environment=os.environ, report=lambda _: None)
+    return list(run_parts(parts, directory, seconds=seconds, environment=os.environ))
 
 
 def part(name: str, code: str, weight: float = 1.0, *, required: bool = False) -> Part:
@@ -146,7 +146,7 @@ TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
 def row(side: str, layout: Layout, seconds: list[float], losses: list[float]) -> Row:
     return Row(
         side=side, implementation=f"{side}: it", layout=layout, seconds=seconds, limit=1e9, peak=3 << 20,
-        process_peak=9 << 20, losses=losses,
+        losses=losses,
     )  # fmt: skip
 
 
@@ -154,11 +154,11 @@ def row(side: str, layout: Layout, seconds: list[float], losses: list[float]) ->
 def results() -> Results:
     """Two frameworks on one process and on two ranks; the rounds of the second are twice as slow."""
     found = Results(date="2026-01-02", machine="2 CPU cores", versions={"torch": "2"}, sizes=TINY)
-    for layout in (ONE, KINDS["dp"](2)):
+    for layout in (ONE, layout_of("dp", 2)):
         found.rows.append(row("megacore", layout, [0.5, 1.0, 1.5], [4.0, 3.0]))
         found.rows.append(row("torch", layout, [1.0, 2.0, 3.0], [4.0, 3.0]))
     found.largest_sizes, found.limit_bytes = TINY, 1 << 30
-    found.largest.append(Largest(side="torch", layout=KINDS["dp"](2), layers=7, parameters=5_000_000, peak=1 << 29))
+    found.largest.append(Largest(side="torch", layout=layout_of("dp", 2), layers=7, parameters=5_000_000, peak=1 << 29))
     found.missing["deepspeed"] = "not installed"
     return found
 

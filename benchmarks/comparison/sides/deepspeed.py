@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from benchmarks.comparison.job import Job, Layout, Step, Unsupported
-from benchmarks.comparison.plain import PlainGPT, built, cross_entropy, decay_groups, microbatches
+from benchmarks.comparison.plain import PlainGPT, adamw, cross_entropy, microbatches
 
 
 def name(layout: Layout) -> str:
@@ -31,7 +31,7 @@ def build(job: Job) -> Step:
     if layout.pp > 1:
         return _pipeline(job)
     replicas = torch.distributed.get_rank() // layout.tp
-    model, batches = built(job), microbatches(job, replicas)
+    model, batches = PlainGPT(job), microbatches(job, replicas)
     engine = _engine(job, model)
 
     def step() -> float:
@@ -47,17 +47,12 @@ def build(job: Job) -> Step:
 def _engine(job: Job, model: Any) -> Any:
     """DeepSpeed's engine, with torch's fused AdamW, which is faster on a CPU than DeepSpeed's choice."""
     config: dict[str, Any] = {
-        "gradient_accumulation_steps": job.layout.microbatches,
-        "train_micro_batch_size_per_gpu": job.micro_batch,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 1 << 30,
-        "zero_optimization": {"stage": job.layout.zero},
-    }
+        "gradient_accumulation_steps": job.layout.microbatches, "train_micro_batch_size_per_gpu": job.micro_batch,
+        "gradient_clipping": 0.0, "steps_per_print": 1 << 30, "zero_optimization": {"stage": job.layout.zero},
+    }  # fmt: skip
     if job.layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": job.layout.tp, "partition_config": _SPLIT}
-    groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=job.lr, betas=job.betas, eps=job.eps, fused=True)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
 
 
 _SPLIT = {
@@ -69,22 +64,9 @@ _SPLIT = {
 }
 
 
-class _Stage(PlainGPT):
-    """A stage with the job's weights."""
-
-    def __init__(self, job: Job, layers: tuple[int, int]) -> None:
-        super().__init__(job.sizes, layers)
-        if job.weights is not None:
-            self.load(job.weights)
-
-
 def _pipeline(job: Job) -> Step:
-    module = PipelineModule(
-        [LayerSpec(_Stage, job, stage) for stage in job.stages],
-        num_stages=job.layout.pp,
-        loss_fn=cross_entropy,
-        partition_method="uniform",
-    )
+    stages, degrees = [LayerSpec(PlainGPT, job, stage) for stage in job.stages], {"num_stages": job.layout.pp}
+    module = PipelineModule(stages, **degrees, loss_fn=cross_entropy, partition_method="uniform")
     engine = _engine(job, module)
     batches = microbatches(job, engine.grid.get_data_parallel_rank())
     return lambda: float(engine.train_batch(data_iter=batches).item())

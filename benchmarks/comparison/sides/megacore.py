@@ -63,7 +63,7 @@ def resolved(job: Job) -> ResolvedConfig:
     layout = job.layout
     schedule = "auto" if layout.schedule == "default" else layout.schedule
     more = {"virtual_stages": layout.virtual_stages, "device": "cpu"}
-    config = layout_configuration(job.sizes, layout, str(job.directory), schedule=schedule, **more)
+    config = layout_configuration(job.sizes, layout, job.directory, schedule=schedule, **more)
     if not is_open(config):
         return config
     schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)

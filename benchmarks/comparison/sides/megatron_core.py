@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.comparison.job import Job, Layout, Step, Unsupported
+from benchmarks.comparison.job import BETAS, EPS, LR, WEIGHT_DECAY, Job, Layout, Step, Unsupported
 from benchmarks.comparison.plain import microbatches
 
 _NAMES = {
@@ -95,9 +95,15 @@ def build(job: Job) -> Step:
     with OnCPU():
         config = _config(job)
         models = [_model(job, config, chunk) for chunk in range(layout.virtual_stages)]
-        optimizer = get_megatron_optimizer(_optimizer_config(job), models)
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=LR, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+                adam_eps=EPS, clip_grad=0.0, use_distributed_optimizer=layout.zero == 1,
+            ),
+            models,
+        )  # fmt: skip
     for group in optimizer.param_groups:  # as its scheduler does in every step: vectors do not decay
-        group["weight_decay"] = job.weight_decay * group["wd_mult"]
+        group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads
     run = get_forward_backward_func()
     batches = microbatches(job, parallel_state.get_data_parallel_rank())
@@ -115,14 +121,10 @@ def build(job: Job) -> Step:
         # Every chunk of a rank reads the same microbatches.
         drawn = [next(batches) for _ in range(layout.microbatches)]
         losses = run(
-            forward_step_func=forward,
-            data_iterator=[iter(drawn) for _ in models] if virtual else iter(drawn),
-            model=models if virtual else models[0],
-            num_microbatches=layout.microbatches,
-            seq_length=job.sizes.seq,
-            micro_batch_size=job.micro_batch,
-            forward_only=False,
-        )
+            forward_step_func=forward, data_iterator=[iter(drawn) for _ in models] if virtual else iter(drawn),
+            model=models if virtual else models[0], num_microbatches=layout.microbatches, seq_length=job.sizes.seq,
+            micro_batch_size=job.micro_batch, forward_only=False,
+        )  # fmt: skip
         optimizer.step()
         return float(sum(loss["loss"].item() for loss in losses) / len(losses)) if losses else None
 
@@ -138,48 +140,32 @@ def _config(job: Job) -> TransformerConfig:
     layout, sizes = job.layout, job.sizes
     pipeline: dict[str, Any] = {}
     if layout.pp > 1:
-        last = sizes.layers + 1
-        kinds = {0: "embedding", last: "loss"}
-        pipeline["pipeline_model_parallel_layout"] = [
-            [kinds.get(layer, "decoder") for layer in range(*stage)] for stage in job.stages
-        ]
+        kinds = {0: "embedding", sizes.layers + 1: "loss"}
+        cut = [[kinds.get(layer, "decoder") for layer in range(*stage)] for stage in job.stages]
+        pipeline["pipeline_model_parallel_layout"] = cut
         if layout.virtual_stages > 1:
             pipeline["virtual_pipeline_model_parallel_size"] = layout.virtual_stages
+    fused = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")  # need CUDA
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        activation_func=functools.partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-        perform_initialization=job.weights is None,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
+        num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_func=functools.partial(F.gelu, approximate="tanh"),
+        use_cpu_initialization=True, perform_initialization=job.weights is None, pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sequence_parallel,
-        pipeline_dtype=torch.float32,
         batch_p2p_comm=False,  # gloo matches the messages of a batch to one rank by their order, NCCL by direction
-        **pipeline,
-    )
+        **{f"{what}_fusion": False for what in fused}, **pipeline,
+    )  # fmt: skip
 
 
 def _model(job: Job, config: TransformerConfig, chunk: int) -> Any:
     vp_stage = chunk if job.layout.virtual_stages > 1 else None
     of_stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=job.sizes.vocab,
-        max_sequence_length=job.sizes.seq,
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=job.sizes.vocab,
+        max_sequence_length=job.sizes.seq, share_embeddings_and_output_weights=False, vp_stage=vp_stage,
         pre_process=parallel_state.is_pipeline_first_stage(**of_stage),
         post_process=parallel_state.is_pipeline_last_stage(**of_stage),
-        share_embeddings_and_output_weights=False,
-        vp_stage=vp_stage,
-    )
+    )  # fmt: skip
     if job.weights is not None:
         _load(model, job)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=job.layout.zero == 1)
@@ -207,16 +193,3 @@ def _megacore_name(model: GPTModel, theirs: str) -> str:
         block = f"blocks.{model.decoder.layers[int(number)].layer_number - 1}."
     prefix = next(prefix for prefix in _NAMES if theirs.startswith(prefix))
     return block + _NAMES[prefix] + theirs.removeprefix(prefix)
-
-
-def _optimizer_config(job: Job) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=job.lr,
-        weight_decay=job.weight_decay,
-        adam_beta1=job.betas[0],
-        adam_beta2=job.betas[1],
-        adam_eps=job.eps,
-        clip_grad=0.0,
-        use_distributed_optimizer=job.layout.zero == 1,
-    )

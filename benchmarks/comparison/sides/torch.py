@@ -12,20 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparison.job import Job, Layout, Step, Unsupported
-from benchmarks.comparison.plain import PlainGPT, adamw, built, cross_entropy, decay_groups, microbatches
+from benchmarks.comparison.plain import ADAMW, PlainGPT, adamw, cross_entropy, decay_groups, microbatches
 
 
 def name(layout: Layout) -> str:
@@ -55,24 +47,16 @@ def build(job: Job) -> Step:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
     step = _pipeline(job, mesh) if layout.pp > 1 else _whole(job, mesh)
-    return _in_loss_parallel(step) if layout.tp > 1 else step
-
-
-def _in_loss_parallel(step: Step) -> Step:
-    def inside() -> float | None:
-        with loss_parallel():
-            return step()
-
-    return inside
+    return parallel.loss_parallel()(step) if layout.tp > 1 else step
 
 
 def _whole(job: Job, mesh: DeviceMesh | None = None) -> Step:
     """A step of all layers; without a mesh in one process."""
-    plain, replica = built(job), 0
+    plain, replica = PlainGPT(job), 0
     model: nn.Module = plain
     optimizer: torch.optim.Optimizer
     if mesh is None:
-        optimizer = adamw(model, job)
+        optimizer = adamw(model)
     else:
         model = _parallel(plain, job, mesh)
         optimizer, replica = _optimizer(model, job, mesh), mesh["dp"].get_local_rank()
@@ -98,7 +82,7 @@ def _parallel(model: PlainGPT, job: Job, mesh: DeviceMesh) -> nn.Module:
     """Split over the tensor-parallel ranks, then over the replicas."""
     layout = job.layout
     if layout.tp > 1:
-        parallelize_module(model, mesh["tp"], _plan(model, layout))
+        parallel.parallelize_module(model, mesh["tp"], _plan(model, layout))
         if layout.sequence_parallel and model.embedding is not None:
             positions = model.embedding.positions
             positions.weight = nn.Parameter(distribute_tensor(positions.weight.data, mesh["tp"], [Shard(0)]))
@@ -118,32 +102,31 @@ def _plan(model: PlainGPT, layout: Layout) -> dict[str, Any]:
     split = Shard(1) if layout.sequence_parallel else Replicate()
     plan: dict[str, Any] = {}
     if model.embedding is not None:
-        plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=split)
+        plan["embedding.tokens"] = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=split)
     for number in model.blocks:
         block = f"blocks.{number}"
         plan |= {
-            f"{block}.attention.qkv": ColwiseParallel(),
-            f"{block}.attention.output": RowwiseParallel(output_layouts=split),
-            f"{block}.mlp.up": ColwiseParallel(),
-            f"{block}.mlp.down": RowwiseParallel(output_layouts=split),
+            f"{block}.attention.qkv": parallel.ColwiseParallel(),
+            f"{block}.attention.output": parallel.RowwiseParallel(output_layouts=split),
+            f"{block}.mlp.up": parallel.ColwiseParallel(),
+            f"{block}.mlp.down": parallel.RowwiseParallel(output_layouts=split),
         }
         if layout.sequence_parallel:
-            whole = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(Replicate(),))
-            plan |= {f"{block}.{part}_norm": SequenceParallel() for part in ("attention", "mlp")}
+            whole = parallel.PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(Replicate(),))
+            plan |= {f"{block}.{part}_norm": parallel.SequenceParallel() for part in ("attention", "mlp")}
             plan |= {f"{block}.{part}": whole for part in ("attention", "mlp")}
     if model.head is not None:
-        plan["head.output"] = ColwiseParallel(input_layouts=split, use_local_output=False)
+        plan["head.output"] = parallel.ColwiseParallel(input_layouts=split, use_local_output=False)
         if layout.sequence_parallel:
-            plan["head.norm"] = SequenceParallel()
+            plan["head.norm"] = parallel.SequenceParallel()
     return plan
 
 
 def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Optimizer:
     if job.layout.dp == 1 or _stage(job.layout) != 1:
-        return adamw(model, job)
-    groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
-    settings: dict[str, Any] = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "fused": True}
-    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, process_group=mesh["dp"].get_group(), **settings)
+        return adamw(model)
+    group = mesh["dp"].get_group()
+    return ZeroRedundancyOptimizer(decay_groups(model), torch.optim.AdamW, process_group=group, **ADAMW)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -157,7 +140,7 @@ def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
     stages: list[Any] = []
     modules: list[nn.Module] = []
     for number in range(rank, len(job.stages), layout.pp):
-        modules.append(_parallel(built(job, job.stages[number]), job, mesh))
+        modules.append(_parallel(PlainGPT(job, job.stages[number]), job, mesh))
         stages.append(PipelineStage(modules[-1], number, last + 1, torch.device("cpu"), group=mesh["pp"].get_group()))
     count = layout.microbatches
     many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
