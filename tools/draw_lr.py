@@ -74,18 +74,14 @@ def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
     if config.lr_decay_style == "1cycle" and usual:
         rates["momentum"] = [momentum(at, config, usual=usual, train_iters=iterations) for at in positions]
     if args.output is None:
-        _print_table(rates, steps)
+        print("step".rjust(9), *(title.rjust(14) for title in rates))
+        for step, *values in zip(steps, *rates.values(), strict=True):
+            print(str(step).rjust(9), *(f"{value:14.6g}" for value in values))
         return
     points = {title: list(zip(map(float, steps), values, strict=True)) for title, values in rates.items()}
     panels = [Curve(title=title, points=of) for title, of in points.items()]
     save(curves(f"Schedules over {iterations} steps", panels, x_title="step"), args.output)
     print(args.output)
-
-
-def _print_table(rates: dict[str, list[float]], steps: Sequence[int]) -> None:
-    print("step".rjust(9), *(title.rjust(14) for title in rates))
-    for step, *values in zip(steps, *rates.values(), strict=True):
-        print(str(step).rjust(9), *(f"{value:14.6g}" for value in values))
 
 
 def _configuration(

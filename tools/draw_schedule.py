@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 
 from rich.console import Console
 
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, float_or_nan, positive, run_tool
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.terminal import LEAST_WIDTH, render
 from megacore.drawing.timelines import Panel, diagram
@@ -126,7 +126,7 @@ def _planned(args: argparse.Namespace) -> Panel:
 
 
 def _costs(text: str) -> list[float]:
-    values = [_time(part) for part in text.split(",")]
+    values = [float_or_nan(part) for part in text.split(",")]
     if len(values) != 3 or not all(SHORTEST <= value <= LONGEST for value in values):
         times = f"three times from {SHORTEST:g} to {LONGEST:,.0f}, in any unit, as in 1,1,1"
         raise argparse.ArgumentTypeError(f"{text} must be {times}")
@@ -134,17 +134,10 @@ def _costs(text: str) -> list[float]:
 
 
 def _transfer(text: str) -> float:
-    value = _time(text)
+    value = float_or_nan(text)
     if not 0 <= value <= LONGEST:
         raise argparse.ArgumentTypeError(f"{text} must be a time from 0 to {LONGEST:,.0f}, in the unit of --costs")
     return value
-
-
-def _time(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan  # which is in no range
 
 
 if __name__ == "__main__":

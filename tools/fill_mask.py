@@ -16,14 +16,14 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ResolvedModel, TrainingConfig
-from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
+from megacore.config.bert import BertConfig, ResolvedBert
 from megacore.data.bert.masking import special_tokens
 from megacore.errors import UserError
 from megacore.inference.fill_mask import fill_mask
 from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.bert import bert_layers
 from megacore.parallel.mesh import select_device
-from megacore.remote import Location, usable
+from megacore.remote import usable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fill(args: Namespace) -> None:
     directory = find_checkpoint(usable(args.run))
-    config = _config(directory)
+    manifest = read_manifest(directory)
+    trained = section_of(manifest, directory, "model", ResolvedModel)
+    if "bert" not in manifest.config:
+        raise UserError(f"{directory} holds a GPT, which only predicts the next token: use tools/generate.py")
+    bert = section_of(manifest, directory, "bert", ResolvedBert)
+    config = BertConfig(model=trained, bert=bert, training=TrainingConfig(train_iters=1)).resolve(1)
     model = config.model
     tokenizer = tokenizer_of(directory, args.tokenizer, model)
     special = special_tokens(tokenizer, args.tokenizer or str(directory))
@@ -53,16 +58,6 @@ def _fill(args: Namespace) -> None:
         for token, probability in predictions:
             # Special tokens have no text, and neither has white space: their spelling says which they are.
             print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
-
-
-def _config(directory: Location) -> ResolvedBertConfig:
-    """What the checkpoint's model is."""
-    manifest = read_manifest(directory)
-    model = section_of(manifest, directory, "model", ResolvedModel)
-    if "bert" not in manifest.config:
-        raise UserError(f"{directory} holds a GPT, which only predicts the next token: use tools/generate.py")
-    bert = section_of(manifest, directory, "bert", ResolvedBert)
-    return BertConfig(model=model, bert=bert, training=TrainingConfig(train_iters=1)).resolve(1)
 
 
 def _parser() -> ToolParser:

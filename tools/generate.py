@@ -57,9 +57,7 @@ def _generate(args: Namespace) -> None:
 
 
 def _parser() -> ToolParser:
-    parser = ToolParser(
-        prog="generate.py", description="Generate text from a checkpoint of any layout, in one process."
-    )
+    parser = ToolParser(prog="generate.py", description=str(__doc__).partition("\n")[0])
     parser.add_run("--checkpoint")
     flag = parser.flag
     flag("--prompt TEXT", "text to continue", required=True)

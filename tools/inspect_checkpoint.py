@@ -142,7 +142,7 @@ def _compare(first: Location, second: Location) -> Iterator[str]:
             entries = [table.get(name) for table in tables]
             shapes = [None if entry is None else (entry.dtype, tuple(entry.shape)) for entry in entries]
             if shapes[0] != shapes[1] or shapes[0] is None:
-                problem = " and ".join(_describe(shape) for shape in shapes)
+                problem = " and ".join(f"{shape[0]} {list(shape[1])}" if shape else "missing" for shape in shapes)
             else:
                 slices = tuple((0, size) for size in shapes[0][1])
                 problem = _difference(*(reader.read(kind, name, slices) for reader in readers))
@@ -161,10 +161,6 @@ def _compare(first: Location, second: Location) -> Iterator[str]:
             print(f"  {name}: {here} and {there}")
             yield name
     print(f"{equal} tensors are equal bit for bit, {different} differ")
-
-
-def _describe(shape: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if shape is None else f"{shape[0]} {list(shape[1])}"
 
 
 def _difference(here: Tensor, there: Tensor) -> str:

@@ -18,19 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels import (
-    adamw,
-    attention,
-    cross_entropy,
-    dropout,
-    gelu,
-    grouped,
-    norm,
-    permute,
-    rotary,
-    softmax,
-    swiglu,
-)
+# isort: off
+from megacore.kernels import adamw, attention, cross_entropy, dropout, gelu, grouped, norm
+from megacore.kernels import permute, rotary, softmax, swiglu
+# isort: on
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

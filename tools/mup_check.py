@@ -70,7 +70,8 @@ def _check(args: argparse.Namespace) -> None:
         for number, quantity in enumerate(QUANTITIES):
             sizes = [change[number] for change in found]
             title = f"{quantity}, {'muP' if base else 'without muP'}"
-            print(title.ljust(28), *(f"{size:10.4g}" for size in sizes), f"{slope(widths, sizes):10.2f}")
+            line = statistics.linear_regression(list(map(math.log, widths)), list(map(math.log, sizes)))
+            print(title.ljust(28), *(f"{size:10.4g}" for size in sizes), f"{line.slope:10.2f}")
             panels.append(Curve(title=f"change of {title}", points=list(zip(map(float, widths), sizes, strict=True))))
     if args.output is not None:
         save(curves(f"Changes in {args.steps} steps", panels, x_title="hidden size", logarithmic=True), args.output)
@@ -105,11 +106,6 @@ def changes(width: int, base: int | None, *, steps: int, lr: float) -> tuple[flo
         pairs = zip(_outputs(trained, batches[0]), before, strict=True)
         hidden, logits = (float((after - first).abs().mean()) for after, first in pairs)
     return hidden, logits
-
-
-def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
-    """Of the line of least squares through the logarithms."""
-    return statistics.linear_regression(list(map(math.log, widths)), list(map(math.log, sizes))).slope
 
 
 def _batch(data: MockDataset, first: int) -> Microbatch:

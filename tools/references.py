@@ -52,7 +52,6 @@ UNLISTED = {
     "kernel_cases": "what kernel_report measures",
     "kernel_report": "compiles the kernels without a GPU",
     "mup_check": "optimizers.md has its commands",
-    "prose": "finds the English of the quick start's corpus",
     "quickstart": "`make quickstart`",
     "references": "writes this page",
     "run_lm_eval": "the program of lm-evaluation-harness, with its flags",

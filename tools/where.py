@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.errors import UserError
 from megacore.job_directory import job_directories
-from megacore.watch.blame import Seen
 from megacore.watch.node import PURPOSE, Node
 from megacore.watch.report import table
 
@@ -30,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(args: Namespace) -> None:
     jobs = [seen for directory in job_directories(PURPOSE) if (seen := Node(directory).look())]
-    wanted = [seen for seen in jobs if _is_wanted(seen, args.output_dir, args.pid)]
+    folder = args.output_dir and os.path.realpath(args.output_dir)
+    wanted = [seen for seen in jobs if folder in (None, seen[0].record.identity.output_dir)]
+    wanted = [seen for seen in wanted if args.pid in (None, *(one.record.identity.pid for one in seen))]
     if not wanted:
         given = [args.output_dir or "", "" if args.pid is None else f"--pid {args.pid}"]
         others = ", ".join(sorted({seen[0].record.identity.output_dir for seen in jobs})) or "none"
@@ -45,11 +46,6 @@ def _print(args: Namespace) -> None:
         absent = [rank for rank in range(about.world_size) if rank not in here] if is_one_node else []
         print(f"{about.output_dir}: {len(seen)} of {about.world_size} ranks, on {about.host}")
         print("\n".join(f"  {row}" for row in table(seen, absent)))
-
-
-def _is_wanted(seen: Sequence[Seen], output_dir: str | None, pid: int | None) -> bool:
-    in_directory = output_dir is None or seen[0].record.identity.output_dir == os.path.realpath(output_dir)
-    return in_directory and (pid is None or pid in [one.record.identity.pid for one in seen])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megacore.commands.tool import ToolParser
+from megacore.commands.tool import ToolParser, float_or_nan
 from megacore.config import Config
 from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.messages import did_you_mean, nearest_name, one_of
@@ -224,7 +224,7 @@ def price(text: str) -> float:
 
 def gigabytes(text: str) -> float:
     """Of argparse: 10^9 bytes."""
-    if not 0 < (value := _float(text)) < math.inf:
+    if not 0 < (value := float_or_nan(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
     return value
 
@@ -242,14 +242,6 @@ def zero_stage(text: str) -> int:
 
 
 def _number(text: str, *, low: float, high: float, example: str) -> float:
-    if not low <= (value := _float(text)) <= high:
+    if not low <= (value := float_or_nan(text)) <= high:
         raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
     return value
-
-
-def _float(text: str) -> float:
-    """A number; NaN where the text is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -7,6 +7,7 @@ import argparse
 import errno
 import io
 import itertools
+import math
 import os
 import signal
 import sys
@@ -267,3 +268,11 @@ def _range(least: int, most: int) -> str:
 
 positive = whole(1)
 """An integer of at least 1, for argparse."""
+
+
+def float_or_nan(text: str) -> float:
+    """A number; NaN, which is in no range, where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

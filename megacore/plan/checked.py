@@ -1,8 +1,8 @@
 """How far predicted steps were from published ones, and from which difference on two layouts can be told apart.
 
 The errors count as those of unseen rows: constants that are fitted to all models but one are those of the planner
-(benchmarks/planner.py). A range from the errors of the other models alone has the measured time of 757 of 813
-rows, one from the fast to the slow case that of 663. tests/plans/test_published_runs.py keeps the table.
+(left-out of f982e306:benchmarks/planner.py). A range from the errors of the other models alone has the measured time
+of 757 of 813 rows, one from the fast to the slow case that of 663. tests/plans/test_published_runs.py keeps the table.
 """
 
 from __future__ import annotations
