@@ -10,7 +10,6 @@ for.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import statistics
@@ -28,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from benchmarks.gpu_check.device import open_device, timed
+from benchmarks.gpu_check.markdown import checkpoint as section_of
 from benchmarks.gpu_check.records import Records, one_line, part_parser
 from benchmarks.in_turn import take_turns
 from megacore.checkpoint.load import load_checkpoint, read_together
@@ -41,7 +41,7 @@ from megacore.zero.data_parallel import DataParallel
 from megacore.zero.options import ZeroOptions
 
 WIDTH = 1024
-SIDES = {"ours": "ours", "torch": "torch", "dcp": "torch.distributed.checkpoint"}
+SIDES = ("ours", "torch", "dcp")  # dcp: torch.distributed.checkpoint
 WAYS = ("ours", "background")
 
 
@@ -74,17 +74,16 @@ class Sides:
 
     def __init__(self, state: TrainingState, directory: Path, device: torch.device) -> None:
         self.state, self.directory, self.device = state, directory, device
-        self.tensors = dict[str, torch.Tensor]()
-        self.find_tensors()
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         config = Config(training=TrainingConfig(train_iters=1)).with_values({"mock_data": True})
         ways = {name: {"output_dir": str(directory / name), "async_save": name == "background"} for name in WAYS}
         resolved = (config.with_values(values).resolve(1, vocab_size=1) for values in ways.values())
         self.saver, self.background = (CheckpointSaver(one, Mesh(device=device)) for one in resolved)
 
-    def find_tensors(self) -> None:
-        """Take those of the state as it is now: what is loaded may have replaced them."""
-        self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor, _ in self.state.entries()}
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the state as it is now: what is loaded may have replaced them."""
+        return {f"{kind}/{spec.name}": tensor for kind, spec, tensor, _ in self.state.entries()}
 
     def save_ours(self) -> None:
         self.saver.begin(self.state)
@@ -97,9 +96,8 @@ class Sides:
             os.fsync(file.fileno())
 
     def save_dcp(self) -> None:
-        dcp.save(
-            self.tensors, storage_writer=dcp.FileSystemWriter(self.directory / "dcp", overwrite=True), no_dist=True
-        )
+        writer = dcp.FileSystemWriter(self.directory / "dcp", overwrite=True)
+        dcp.save(self.tensors, storage_writer=writer, no_dist=True)
 
     def load_ours(self) -> None:
         load_checkpoint(*read_together(self.directory / "ours", ALONE), self.state, ALONE)
@@ -114,7 +112,6 @@ class Sides:
 
     def save_and_load(self, who: str) -> tuple[float, float]:
         """Seconds of each."""
-        self.find_tensors()
         if who == "ours":
             shutil.rmtree(self.directory / who, ignore_errors=True)
         save, load = (timed(getattr(self, f"{act}_{who}"), self.device) for act in ("save", "load"))
@@ -165,14 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.directory) as folder, torch.no_grad():
         sides = Sides(training_state(args.megabytes or (50 if args.small else 768), device), Path(folder), device)
         median = measure(sides, args.rounds or (1 if args.small else 5))
-    print(f"{sides.bytes / 1e6:,.0f} MB")
-    for act in ("save", "load"):
-        speeds = {who: sides.bytes / taken / 1e9 for who in SIDES if (taken := median.get(f"{act}_{who}"))}
-        figures = ", ".join(f"{SIDES[who]} {speed:.2f} GB/s" for who, speed in speeds.items())
-        faster = max((speed for who, speed in speeds.items() if who != "ours"), default=math.nan)
-        print(f"{act}: {figures}; ours / the faster {speeds['ours'] / faster:.2f}")
-    print(f"stall of --async-save: {median['stall']:.3f} s, {median['stall'] / median['save_ours']:.1%} of a save")
-    Records(args.records).add("checkpoint", bytes=sides.bytes, seconds=median)
+    record = {"bytes": sides.bytes, "seconds": median}
+    print(section_of(record))
+    Records(args.records).add("checkpoint", **record)
     return 0
 
 

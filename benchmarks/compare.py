@@ -21,10 +21,13 @@ Exit status: 0 done, 1 the losses of two frameworks differ or megacore failed, 2
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,17 +37,19 @@ from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.comparison import job as jobs  # noqa: E402
 from benchmarks.comparison.configuration import cut  # noqa: E402
-from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.job import Job, Layout, Sizes  # noqa: E402
-from benchmarks.comparison.launcher import Side, SideFailed  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
 from benchmarks.gpu_check.fitting import largest_fitting  # noqa: E402
 from benchmarks.in_turn import take_turns  # noqa: E402
@@ -60,6 +65,7 @@ LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
 LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
 _MOST_LAYERS = 4096
 _LONG_START = 20.0  # seconds, of a framework's ranks
+EXTENSIONS = ROOT / ".venv-peers" / "torch_extensions"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +120,7 @@ def _compare(arguments: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         log = arguments.output / "ranks.log"
         comparison = Comparison(results, pythons, Path(directory), log, patience=arguments.patience)
-        for ranks in jobs.rank_counts(arguments.ranks):
+        for ranks in (*(1 << power for power in range(11) if 1 << power < arguments.ranks), arguments.ranks):
             for layout in jobs.layouts(arguments.modes, ranks):
                 comparison.measure(layout, rounds=arguments.rounds, steps=arguments.steps)
                 _keep(results, arguments.output)
@@ -138,14 +144,10 @@ def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]
     Args:
         peers: frameworks beside megacore.
     """
-    here = Path(sys.executable)
-    found, missing = {"megacore": here, PRODUCTS: here}, {}
-    for peer in peers:
-        if python := interpreter_with(peer.split("-")[0]):
-            found[peer] = Path(python)
-        else:
-            missing[peer] = "not installed; `make peers` installs it"
-    return found, missing
+    pythons = {peer: interpreter_with(peer.split("-")[0]) for peer in peers}
+    found = {"megacore": sys.executable, PRODUCTS: sys.executable, **pythons}
+    missing = {peer: "not installed; `make peers` installs it" for peer, python in pythons.items() if not python}
+    return {peer: Path(python) for peer, python in found.items() if python}, missing
 
 
 def _versions(pythons: dict[str, Path]) -> dict[str, str]:
@@ -155,6 +157,168 @@ def _versions(pythons: dict[str, Path]) -> dict[str, str]:
             code = f"from importlib.metadata import version; print(version({peer!r}))"
             found[label] = subprocess.check_output([pythons[peer], "-c", code], text=True).strip()
     return found
+
+
+# ---- what all sides start from: initial weights by megacore's names, and tokens
+
+SAMPLES = 1024  # a run that needs more begins again
+_CYCLE = 64
+_NOISE = 0.1
+
+
+def write_inputs(sizes: Sizes, directory: Path) -> tuple[str, str]:
+    """Files of token ids and of initial weights for a model of these sizes."""
+    tokens, weights = str(directory / "tokens.npy"), str(directory / "weights.npz")
+    rng = np.random.default_rng(1)
+    np.save(tokens, _tokens(sizes, rng))
+    values: dict[str, Any] = dict(_weights(sizes, rng))
+    np.savez(weights, **values)
+    return tokens, weights
+
+
+def _tokens(sizes: Sizes, rng: np.random.Generator) -> NDArray[np.int64]:
+    """int64 [samples, s + 1]: nine times of ten the next token is the following one of a cycle of 64."""
+    shape = (SAMPLES, sizes.seq + 1)
+    steps = np.where(rng.random(shape) < _NOISE, rng.integers(_CYCLE, size=shape), 1)
+    cycle = rng.permutation(sizes.vocab)[:_CYCLE]
+    return cycle[np.cumsum(steps, axis=1) % len(cycle)].astype(np.int64)
+
+
+def _weights(sizes: Sizes, rng: np.random.Generator) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    h = sizes.hidden
+
+    def normal(*shape: int, scale: float = 1.0) -> NDArray[np.float32]:
+        return (0.02 * scale * rng.standard_normal(shape)).astype(np.float32)
+
+    def norm(name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield f"{name}.weight", np.ones(h, np.float32)
+        yield f"{name}.bias", np.zeros(h, np.float32)
+
+    def linear(name: str, rows: int, columns: int, scale: float) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield f"{name}.weight", normal(rows, columns, scale=scale)
+        yield f"{name}.bias", normal(rows)
+
+    yield "embedding.tokens.weight", normal(sizes.vocab, h)
+    yield "embedding.positions", normal(sizes.seq, h)
+    residual = 1 / math.sqrt(2 * sizes.layers)
+    for block in (f"blocks.{number}" for number in range(sizes.layers)):
+        yield from norm(f"{block}.attention_norm")
+        yield from linear(f"{block}.attention.qkv", 3 * h, h, 1.0)  # rows by head: query, key, value
+        yield from linear(f"{block}.attention.output", h, h, residual)
+        yield from norm(f"{block}.mlp_norm")
+        yield from linear(f"{block}.mlp.up", 4 * h, h, 1.0)
+        yield from linear(f"{block}.mlp.down", h, 4 * h, residual)
+    yield from norm("head.norm")
+    yield "head.weight", normal(sizes.vocab, h)
+
+
+# ---- the ranks of a side, which wait between its turns
+
+
+class SideFailed(Exception):
+    """A side could not be built, died or did not answer; the message says which, and what it printed is in its logs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a number of steps took.
+
+    Attributes:
+        seconds: of the slowest rank.
+        losses: of each step, the mean over the ranks that know it; NaN where none does.
+        peak: bytes that the fullest rank has had in memory so far, without what it had before the model.
+    """
+
+    seconds: float
+    losses: list[float]
+    peak: int
+
+
+class Side:
+    """The ranks of one framework on one layout, until `close`.
+
+    Args:
+        job: for every rank.
+        python: interpreter of the framework's environment.
+        log: what the ranks print is appended there.
+        patience: seconds to wait for an answer.
+
+    Raises:
+        SideFailed: a rank could not build the model.
+    """
+
+    def __init__(self, job: Job, python: Path, log: Path, *, patience: float = 300.0) -> None:
+        self.patience = patience
+        self._ranks: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        for lock in EXTENSIONS.glob("*/lock"):  # of a compilation that was ended: torch would wait for it for ever
+            lock.unlink(missing_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port, world = str(free.getsockname()[1]), str(job.layout.ranks)
+        environment = os.environ | {  # torchrun's variables, and one thread per rank
+            "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
+        }  # fmt: skip
+        with log.open("ab") as out:
+            for rank in range(job.layout.ranks):
+                pipe, theirs = Pipe()
+                process = subprocess.Popen(
+                    [python, "-m", "benchmarks.comparison.worker", str(theirs.fileno())],
+                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(theirs.fileno(),),
+                )  # fmt: skip
+                self._ranks.append((process, pipe))
+                theirs.close()
+        try:
+            self.name = str(self._ask(job)[0]["name"])
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, steps: int) -> Turn:
+        """Run steps on all ranks.
+
+        Raises:
+            SideFailed: a rank failed.
+        """
+        answers = self._ask(steps)
+        losses = [_mean(known) for known in zip(*(answer["losses"] for answer in answers), strict=True)]
+        seconds, peak = (max(answer[name] for answer in answers) for name in ("seconds", "peak"))
+        return Turn(seconds=seconds, losses=losses, peak=peak)
+
+    def _ask(self, what: object) -> list[dict[str, Any]]:
+        """Every rank's answer; the first error ends the wait, as the other ranks may wait for that one."""
+        for _, pipe in self._ranks:
+            with contextlib.suppress(OSError):  # it has died, which its answer says
+                pipe.send(what)
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self.patience
+        while len(answers) < len(self._ranks):
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            ready = wait(list(waiting), max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise SideFailed(f"rank {min(waiting.values())} did not answer in {self.patience:.0f} s")
+            for pipe, rank in ((pipe, waiting[pipe]) for pipe in ready if isinstance(pipe, Connection)):
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    answers[rank] = {"error": f"rank {rank} died"}
+                if "error" in answers[rank]:
+                    raise SideFailed(answers[rank]["error"])
+        return [answers[rank] for rank in range(len(self._ranks))]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process, _ in self._ranks:
+            process.kill()
+        for process, pipe in self._ranks:
+            process.wait()
+            pipe.close()
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 class Comparison:

@@ -19,32 +19,128 @@ Exit status: 0 everything is done, 1 a part failed or was cut off, 2 nothing cou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_check.markdown import page  # noqa: E402
-from benchmarks.gpu_check.parts import Outcome, Part, run_parts  # noqa: E402
+from benchmarks.gpu_check.records import Record, read_records  # noqa: E402
 from benchmarks.gpu_check.wheels import install_missing, missing_packages  # noqa: E402
 
 SCHEMA = 1
 SHAPES = ("gpt2-small", "gpt2-xl", "llama-3.2-1b")
-PLAIN_ONLY = "experts"
 # Left for writing the report when the last part has used all of its time.
 _SECONDS_TO_END = 5.0
+Status = Literal["done", "failed", "cut off", "not started"]
+# With less than this left a part is not started: it would not get past its imports.
+LEAST_SECONDS = 5.0
+_LOG_TAIL = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the check.
+
+    Attributes:
+        name: in the report, and of its files.
+        arguments: of the interpreter; `--records FILE` is added.
+        weight: its share of the time that is left, relative to the weights of the parts after it.
+        required: without it nothing else is started.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    weight: float
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a part ended.
+
+    Attributes:
+        name: the part's.
+        status: done; failed (exit status not 0); cut off at its limit; not started, because no time was left or a
+            required part failed.
+        exit_status: of its process; None if it was cut off or never started.
+        seconds: that it ran.
+        limit_seconds: that it might have run.
+        records: what it measured, complete or not.
+        log_tail: the end of what it printed, unless it is done.
+    """
+
+    name: str
+    status: Status
+    exit_status: int | None
+    limit_seconds: float
+    seconds: float = 0.0
+    records: list[Record] = field(default_factory=list)
+    log_tail: str = ""
+
+
+def run_parts(
+    parts: Sequence[Part], directory: Path, *, seconds: float, environment: Mapping[str, str]
+) -> Iterator[Outcome]:
+    """Run all parts that the time allows; yields each outcome as soon as it is known.
+
+    A part may take `weight / (its weight and those of all later parts)` of the time that is left, so that what one
+    leaves unused goes to those after it.
+
+    Args:
+        parts: in order.
+        directory: for their records and logs.
+        seconds: for all of them.
+        environment: of their processes.
+    """
+    end, useless = time.monotonic() + seconds, False
+    for index, part in enumerate(parts):
+        left = 0.0 if useless else max(0.0, end - time.monotonic())
+        outcome = _run(part, directory, left * part.weight / sum(later.weight for later in parts[index:]), environment)
+        useless |= part.required and outcome.status != "done"
+        yield outcome
+
+
+def _run(part: Part, directory: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
+    if limit < LEAST_SECONDS:
+        return Outcome(name=part.name, status="not started", exit_status=None, limit_seconds=round(limit, 1))
+    records, log = directory / f"{part.name}.jsonl", directory / f"{part.name}.log"
+    start, exit_status = time.monotonic(), None
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, *part.arguments, "--records", str(records)],
+            cwd=ROOT, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            exit_status = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
+            process.wait()
+    status: Status = "cut off" if exit_status is None else "failed" if exit_status else "done"
+    said = "" if status == "done" else log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+    return Outcome(
+        name=part.name, status=status, exit_status=exit_status, seconds=round(time.monotonic() - start, 1),
+        limit_seconds=round(limit, 1),
+        records=read_records(records), log_tail=said,
+    )  # fmt: skip
 
 
 def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
@@ -74,7 +170,7 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
         part("machine", "benchmarks.gpu_check.machine", 60, required=True),
         Part(name="tests", arguments=_pytest_arguments(small), weight=80),
         *map(training, SHAPES, ("plain",) * 3, (45, 45, 40)),
-        training(PLAIN_ONLY, "plain", 40),
+        training("experts", "plain", 40),
         part("kernels", "benchmarks.kernels", 110, *(["--no-compile"] if small else [])),
         training("gpt2-xl", "offload", 35, *like("gpt2-xl")),
         part("checkpoint", checkpoint, 40),
@@ -124,12 +220,6 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def environment_of(site: Path | None) -> dict[str, str]:
-    """The caller's environment with the repository and the wheels' packages importable."""
-    paths = [str(ROOT), *([str(site)] if site is not None else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
 def write(directory: Path, report: Any, outcomes: Sequence[Outcome]) -> None:
     """Write the three files anew, so that they are complete whenever the command is ended from outside."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -156,9 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for part in parts_of(options.device, folder, small=options.small)
             if part.required or any(word in part.name for word in options.only or [""])
         ]
+        # The repository and the wheels' packages are importable, too.
+        paths = [str(ROOT), *([] if site is None else [str(site)]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         left = options.minutes * 60 - (time.monotonic() - start) - _SECONDS_TO_END
         outcomes: list[Outcome] = []
-        for outcome in run_parts(parts, folder, seconds=left, environment=environment_of(site)):
+        for outcome in run_parts(parts, folder, seconds=left, environment=environment):
             outcomes.append(outcome)
             print(f"{outcome.name}: {outcome.status} after {outcome.seconds:.0f} s", flush=True)
             seconds = time.monotonic() - start

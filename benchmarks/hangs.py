@@ -38,18 +38,11 @@ LAYOUTS = [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 3}, {"pp": 4}, *PAIRS]
 LARGE = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "dp": 4}, {"pp": 3, "dp": 2}]
 # Place -> (section, whose budget holds, the first of its calls that is drawn, and the last one).
 PLACES = {
-    "start": (Phase.START, 1, 1),
-    "build": (Phase.START, 1, 1),
-    "data": (Phase.STEP, 10, 60),
-    "forward": (Phase.STEP, 10, 60),
-    "backward": (Phase.STEP, 10, 60),
-    "step": (Phase.STEP, 5, 40),
-    "sink": (Phase.SINK, 2, 8),
-    "evaluate": (Phase.EVALUATE, 2, 6),
-    "save": (Phase.SAVE, 1, 4),
-    "collective": (Phase.STEP, 15, 40),
-    "message": (Phase.STEP, 60, 120),
-}
+    "start": (Phase.START, 1, 1), "build": (Phase.START, 1, 1), "data": (Phase.STEP, 10, 60),
+    "forward": (Phase.STEP, 10, 60), "backward": (Phase.STEP, 10, 60), "step": (Phase.STEP, 5, 40),
+    "sink": (Phase.SINK, 2, 8), "evaluate": (Phase.EVALUATE, 2, 6), "save": (Phase.SAVE, 1, 4),
+    "collective": (Phase.STEP, 15, 40), "message": (Phase.STEP, 60, 120),
+}  # fmt: skip
 FAULTS = ("stop", "kill", "sleep", "lock")
 START, END = 240.0, 30.0
 
@@ -60,18 +53,17 @@ class Outcome:
 
     Attributes:
         said: first line of the message; empty if there was none in time.
-        named: the ranks in it.
+        result: right, unsure (nobody, or the wrong one without certainty), innocent (the wrong one, as if it were
+            sure), or not reached: the machine was too slow for the run to come to its fault.
         delay: seconds between the fault and the message, beyond what its phase is allowed: its multiple of the timeout
             or, where that is longer, ten median steps.
         end: seconds until the last process was gone.
-        is_reached: whether the run came to the fault in time.
     """
 
     said: str
-    named: tuple[int, ...]
+    result: str
     delay: float
     end: float
-    is_reached: bool = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,13 +116,12 @@ def trials(count: int, *, seed: int, minutes: float, large: float) -> int:
         at_once = fault in ("kill", "lengthen", "shorten")
         allowed = 0.0 if at_once else 60 * minutes * (TIMES[section] if fault in ("sleep", "lock") else 1.0)
         outcome = run(layout, ranks, plan, minutes=minutes, allowed=allowed)
-        result = judge(outcome, victim)
-        results[result] += 1
+        results[outcome.result] += 1
         if outcome.said:
             delays.append(outcome.delay)
             ends.append(outcome.end)
         took = f"{outcome.delay:+.1f} s, gone {outcome.end:.1f} s"
-        print(f"{trial:3} {layout} {plan}: {result}, {took} | {outcome.said[:100]}")
+        print(f"{trial:3} {layout} {plan}: {outcome.result}, {took} | {outcome.said[:100]}")
         sys.stdout.flush()
     print(f"{dict(results)} of {count}")
     if delays:
@@ -163,17 +154,6 @@ def healthy(steps: int, *, minutes: float) -> int:
     return int(alarms > 0 or not done)
 
 
-def judge(outcome: Outcome, victim: int) -> str:
-    """right, unsure (nobody, or the wrong one without certainty), innocent (the wrong one, as if it were sure), or not
-    reached: the machine was too slow for the run to come to its fault."""
-    if not outcome.is_reached and not outcome.said:
-        return "not reached"
-    if outcome.named == (victim,):
-        return "right"
-    is_open = not outcome.said or any(word in outcome.said for word in ("probably", "cycle", "undetermined"))
-    return "unsure" if is_open else "innocent"
-
-
 def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes: float, allowed: float) -> Outcome:
     """Start a run with the fault, and see what it says and when it is gone."""
     every = {"log_interval": 2, "eval_interval": 4, "save_interval": 3}
@@ -197,18 +177,19 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
         for report in (folder / "out").glob("hang-*.json"):
             content = json.loads(report.read_text())
             if content["verdict"]["kind"] not in ("stopped", "gone"):
-                of_section = 60 * minutes * TIMES[section_of(content["ranks"], plan["rank"])]
+                # The draw does not know the section that the rank was in, such as the first step.
+                victim = next(one for one in content["ranks"] if one["identity"]["rank"] == plan["rank"])
+                of_section = 60 * minutes * TIMES[Phase[victim["section"]]]
                 allowed = max(allowed, of_section, STEPS * max(rank["median_step"] for rank in content["ranks"]))
     message = next((line for line in said.splitlines() if line.startswith(("megacore:", "torchrun:"))), "")
     cause = message.partition("probably because of")[2] or message.partition("); ")[2]  # of sizes that differ
     head = (cause or message).partition("(")[0]
-    named = tuple(int(number) for number in re.findall(r"\brank (\d+)", head))
-    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=end, is_reached=is_reached)
-
-
-def section_of(ranks: Sequence[dict[str, Any]], rank: object) -> Phase:
-    """The section of a report that a rank was in, such as the first step: the draw does not know in which it is."""
-    return next(Phase[one["section"]] for one in ranks if one["identity"]["rank"] == rank)
+    named = {int(number) for number in re.findall(r"\brank (\d+)", head)}
+    is_open = not message or any(word in message for word in ("probably", "cycle", "undetermined"))
+    result = "right" if named == {plan["rank"]} else "unsure" if is_open else "innocent"
+    if not is_reached and not message:
+        result = "not reached"
+    return Outcome(said=message, result=result, delay=said_at - happened - allowed, end=end)
 
 
 if __name__ == "__main__":

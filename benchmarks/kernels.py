@@ -27,9 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_check.device import copy_rate, describe_device, median_seconds, open_device
+from benchmarks.gpu_check.device import copy_rate, median_seconds, open_device, version_of
 from benchmarks.gpu_check.records import Record, Records, one_line, part_parser
 from megacore import ops
+from megacore.train.metrics import device_name
 from tools.generated_pages import table
 
 Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
@@ -223,7 +224,8 @@ def measure_all(
     """
     tasks: list[tuple[Workload, str, Callable[[], Function]]] = []
     for one in workloads:
-        tasks += [(one, "megacore", partial(_same, one.ours)), (one, "torch", partial(_same, one.plain))]
+        plain = {"megacore": one.ours, "torch": one.plain}
+        tasks += [(one, name, partial(lambda function: function, function)) for name, function in plain.items()]
         if one.liger is not None and device.type == "cuda":
             tasks.append((one, "liger", one.liger))
     if compile_too:
@@ -240,10 +242,6 @@ def measure_all(
                 yield {**names, "direction": "all", "seconds": None, "error": one_line(error)}
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-
-
-def _same(function: Function) -> Function:
-    return function
 
 
 def _measure(workload: Workload, function: Function, device: torch.device) -> Iterator[tuple[str, float, int]]:
@@ -286,7 +284,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = open_device(options.device)
     copy = copy_rate(device, small=options.small)
-    print(f"{describe_device(device)}, copy {copy / 1e12:.2f} TB/s\n\n{table(HEAD, [])}", flush=True)
+    versions = f"torch {torch.__version__}, triton {version_of('triton')}"
+    print(f"{device_name(device)}, {versions}, copy {copy / 1e12:.2f} TB/s\n\n{table(HEAD, [])}", flush=True)
     chosen = [workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name]
     records, failed = Records(options.records), 0
     for figure in measure_all(chosen, device, copy=copy, compile_too=not options.no_compile):

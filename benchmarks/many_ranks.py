@@ -5,29 +5,34 @@
 
 Every rank is a process that runs pretrain_gpt.py, from its flags to its exit. The processes are forked from a server
 that has torch and megacore loaded (tests/distributed.py), so that they share that memory. What a launch costs a rank is
-measured inside (rank_costs.py): CPU seconds do not depend on how many other ranks wait for the same cores, as seconds
+measured inside: CPU seconds do not depend on how many other ranks wait for the same cores, as seconds
 on the clock do. Flags that are not listed here go to pretrain_gpt.py. What it would refuse of any layout is refused
 before a rank starts. The exit status is 1 where a loss differs, 2 after a refusal.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
+import socket
 import statistics
+import struct
 import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.commands.pretrain_gpt import read_config
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, float_or_nan, positive, run_tool
 from megacore.config.fields import field_infos
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.parallel import ParallelConfig
@@ -35,7 +40,7 @@ from megacore.errors import UserError
 from tools.generated_pages import table
 
 if TYPE_CHECKING:
-    from benchmarks.rank_costs import RankCosts
+    from megacore.train.trainer import Trainer
 
 _MOST_VIRTUAL = 64  # stages per rank for which the model is made deep enough
 TOLERANCE = 1e-5  # relative, of a loss
@@ -44,6 +49,28 @@ ONE = (1, 1, 1)
 # Fields that say how ranks share the work, which one process cannot do.
 _OF_SEVERAL_RANKS = frozenset(field_infos(ParallelConfig)) - {"tp", "pp", "dp", "device", "distributed_timeout_minutes"}
 Degrees = tuple[int, int, int]
+_TCP_INFO_BYTES = 120  # where bytes acknowledged and bytes received follow each other in Linux's struct tcp_info
+
+
+@dataclass
+class RankCosts:
+    """What a rank measured of itself.
+
+    Attributes:
+        launch: seconds on the clock, until the first step.
+        steps: seconds of each step on the clock.
+        cpu_seconds: of all threads, from its first line to the first step.
+        store_bytes: to and from the job's store until then.
+        groups: process groups that it is in, that of all ranks included.
+        sockets: open after the last step.
+    """
+
+    launch: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    store_bytes: int = 0
+    groups: int = 0
+    sockets: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +97,6 @@ def run_job(degrees: Degrees, flags: Sequence[str], *, timeout: float) -> Job:
         timeout: seconds.
     """
     # Here, so that a wrong flag is refused before torch is loaded.
-    from benchmarks.rank_costs import train
     from tests.distributed import run_distributed
 
     with tempfile.TemporaryDirectory(prefix="many-ranks-") as directory:
@@ -87,6 +113,65 @@ def _command(degrees: Degrees, flags: Sequence[str], directory: str) -> list[str
     """The words for pretrain_gpt.py."""
     words = zip(("--tp", "--pp", "--dp"), map(str, degrees), strict=True)
     return [*(word for pair in words for word in pair), *flags, "--output-dir", directory]
+
+
+def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
+    """Run pretrain_gpt.py on this rank, and measure it."""
+    import torch.distributed as dist
+
+    from megacore.train.trainer import Trainer
+
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # which the harness sets: a run decides by itself
+    costs, start, cpu = RankCosts(), time.perf_counter(), time.process_time()
+
+    def run(self: Trainer) -> None:
+        costs.launch = time.perf_counter() - start
+        costs.cpu_seconds = time.process_time() - cpu
+        costs.store_bytes, costs.groups = _store_bytes(), len(dist.distributed_c10d._world.pg_map)
+        Trainer_run(self)
+        costs.sockets = len(list(_sockets()))
+
+    def train_step(self: Trainer, microbatches: Sequence[Any]) -> Any:
+        begin = time.perf_counter()
+        result = Trainer_step(self, microbatches)
+        costs.steps.append(time.perf_counter() - begin)
+        return result
+
+    Trainer_run, Trainer_step = Trainer.run, Trainer.train_step
+    with (
+        open(os.devnull, "w") as nowhere,
+        mock.patch.object(Trainer, "run", run),
+        mock.patch.object(Trainer, "train_step", train_step),
+        mock.patch.object(sys, "stdout", nowhere),
+    ):
+        if status := importlib.import_module("pretrain_gpt").main(list(argv)):
+            raise RuntimeError(f"rank {rank} ended with status {status}")
+    return costs
+
+
+def _sockets() -> Iterator[int]:
+    """This process's open sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield int(name)
+        except OSError:  # that of the listing itself
+            continue
+
+
+def _store_bytes() -> int:
+    """Bytes that the kernel has counted on this process's connections with the job's store."""
+    total = 0
+    for descriptor in _sockets():
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            try:
+                is_store = connection.getpeername()[1] == int(os.environ.get("MASTER_PORT", "0"))
+            except (OSError, IndexError):  # it listens, or is no connection of TCP
+                continue
+            if is_store:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES + 16)
+                total += sum(struct.unpack_from("QQ", info, _TCP_INFO_BYTES))
+    return total
 
 
 def tiny_model(layouts: Sequence[Degrees], options: Namespace) -> list[str]:
@@ -168,11 +253,7 @@ def _parser() -> _Parser:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < (value := float_or_nan(text)) < math.inf:
         raise ArgumentTypeError(f"{text} must be a number of seconds above 0")
     return value
 

@@ -4,7 +4,6 @@
     python -m benchmarks.ways context --ranks 4 --seq 4096 --layers 2 --vocab 1024 --batch 4 --micro-batch 1
     python -m benchmarks.ways replicas --tp 2 --pp 2 --dp 2 --micro-batch 1  # a check of replicas; a replay; a ledger
     python -m benchmarks.ways reproducible --heads 8 --micro-batch 2         # and with --tp 2, --dp 2
-    python -m benchmarks.ways turns --dp 2 --micro-batch 4                   # long turns on a core; Linux's own policy
 
 Every rank is a process with one thread. Time is measured. Memory and communication are counted: the most bytes that
 tensors of rank 0 take in a step above what it holds between steps, and the bytes that it sends, as tools/plan.py counts
@@ -15,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -53,9 +50,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "a ledger with hashes of every step": _REPLICAS | {"ledger": True, "ledger_interval": 1},
     },
     "reproducible": {"ordinary": {}, "one block": _BLOCKED | {"reproducible_blocks": 1}, "blocks": _BLOCKED},
-    "turns": {"default policy": {}, "long turns": {}},
 }
-_POLICIES = {"default policy": "SCHED_OTHER", "long turns": "SCHED_BATCH"}
 
 
 def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -97,15 +92,13 @@ def train(rank: int, world_size: int, options: argparse.Namespace, directory: st
         with contextlib.redirect_stdout(None):  # the launch summary
             steps[name] = megacore_step(megacore_trainer(config, mesh))
         sent[name] = sum(transfer.sent_bytes for transfer in rank_traffic(config, outline(config), 0))
-    runs = {name: partial(_run, name, step) for name, step in steps.items()}
+
+    def run(step: Callable[[], Any]) -> None:
+        step()
+
+    runs = {name: partial(run, step) for name, step in steps.items()}
     seconds = take_turns(runs, options.rounds, lambda: barrier(mesh.world))
-    return {name: Found(seconds[name], held_in(run), sent[name]) for name, run in runs.items()}
-
-
-def _run(name: str, step: Callable[[], Any]) -> None:
-    for thread in Path("/proc/self/task").iterdir() if name in _POLICIES else ():
-        os.sched_setscheduler(int(thread.name), getattr(os, _POLICIES[name]), os.sched_param(0))
-    step()
+    return {name: Found(seconds[name], held_in(step), sent[name]) for name, step in steps.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,10 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         found: dict[str, Found] = run_distributed(train, ranks, options, directory, timeout=1200)[0]
     seconds = {name: one.seconds for name, one in found.items()}
-    counted = {
-        "MiB held": [f"{one.held / 2**20:.1f}" for one in found.values()],
-        "MiB sent": [f"{one.sent / 2**20:.1f}" for one in found.values()],
-    }
+    held, sent = ([f"{getattr(one, of) / 2**20:.1f}" for one in found.values()] for of in ("held", "sent"))
+    counted = {"MiB held": held, "MiB sent": sent}
     print(beside(seconds, next(iter(seconds)), options.batch * options.seq, counted))
     return 0
 

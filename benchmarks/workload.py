@@ -46,11 +46,7 @@ def megacore_trainer(
 
 def megacore_step(trainer: Trainer) -> Step:
     """A step of the trainer, from the data on."""
-
-    def step() -> StepResult:
-        return trainer.train_step(next(trainer.batches))
-
-    return step
+    return lambda: trainer.train_step(next(trainer.batches))
 
 
 def dataset(config: ResolvedConfig) -> MockDataset:

@@ -133,11 +133,6 @@ def is_combination(kind: str) -> bool:
     return bool({"tp", "pp"} & {name for name, value in _WAYS[kind][1].items() if value == 2})
 
 
-def rank_counts(most: int) -> list[int]:
-    """Powers of two below the largest number of ranks, and that."""
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
-
-
 def layouts(kinds: Sequence[str], ranks: int) -> Iterator[Layout]:
     """The layouts of one number of ranks."""
     if ranks == 1:

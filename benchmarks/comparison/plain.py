@@ -5,6 +5,7 @@ Shape legend: b sequences, s positions, h hidden size, n heads of a rank, d head
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -15,10 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.comparison.job import BETAS, EPS, LR, WEIGHT_DECAY, Job, Sizes
+from benchmarks.comparison.job import BETAS, EPS, LR, WEIGHT_DECAY, Job
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels, int64 [b, s] each
 ADAMW: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
+
+
+def _in_turn(**modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(modules))
 
 
 class Attention(nn.Module):
@@ -37,24 +42,14 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(b, s, -1))
 
 
-class MLP(nn.Module):
-    """Two layers with GELU between them."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
 class Block(nn.Module):
     """A GPT-2 block."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(hidden), Attention(hidden, heads)
-        self.mlp_norm, self.mlp = nn.LayerNorm(hidden), MLP(hidden)
+        up, down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.mlp_norm, self.mlp = nn.LayerNorm(hidden), _in_turn(up=up, gelu=nn.GELU("tanh"), down=down)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -73,31 +68,6 @@ class Positions(nn.Module):
         return x + weight
 
 
-class Embedding(nn.Module):
-    """Tokens and positions."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocab, sizes.hidden)
-        self.positions = Positions(sizes.seq, sizes.hidden)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.positions(self.tokens(tokens))
-
-
-class Head(nn.Module):
-    """The last norm and the logits."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(sizes.hidden)
-        self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))
-
-
 class PlainGPT(nn.Module):
     """Consecutive layers of a GPT-2: 0 is the embedding, the last one the head, the blocks are between them.
 
@@ -110,10 +80,13 @@ class PlainGPT(nn.Module):
         super().__init__()
         sizes = job.sizes
         start, stop = layers or (0, sizes.layers + 2)
-        self.embedding = Embedding(sizes) if start == 0 else None
+        tokens, positions = nn.Embedding(sizes.vocab, sizes.hidden), Positions(sizes.seq, sizes.hidden)
+        nn.init.normal_(tokens.weight, std=0.02)
+        self.embedding = _in_turn(tokens=tokens, positions=positions) if start == 0 else None
         blocks = range(max(start, 1), min(stop, sizes.layers + 1))
         self.blocks = nn.ModuleDict({str(layer - 1): Block(sizes.hidden, sizes.heads) for layer in blocks})
-        self.head = Head(sizes) if stop == sizes.layers + 2 else None
+        norm, output = nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.head = _in_turn(norm=norm, output=output) if stop == sizes.layers + 2 else None
         if job.weights is not None:
             theirs = {"head.weight": "head.output.weight", "embedding.positions": "embedding.positions.weight"}
             with np.load(job.weights) as values:

@@ -20,7 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megacore.parallel.mesh import select_device
-from megacore.train.metrics import device_name, synchronize
+from megacore.train.metrics import synchronize
 
 _HOST_CALLS = 3
 # How many calls are timed: as many as fit into the time for them, between a least and a most number.
@@ -44,11 +44,6 @@ def open_device(name: str) -> torch.device:
     if name == "pretend":
         importlib.import_module(_REGISTER).register()
     return select_device(name)
-
-
-def describe_device(device: torch.device) -> str:
-    """Device and versions in a line: `NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0`."""
-    return f"{device_name(device)}, torch {torch.__version__}, triton {version_of('triton')}"
 
 
 def version_of(package: str) -> str | None:

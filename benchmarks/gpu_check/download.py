@@ -35,28 +35,15 @@ _TARGET = {
 }  # fmt: skip
 
 
-def pins() -> dict[str, str]:
-    """Name -> version of constraints.txt."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return {canonical(name): version for name, _, version in (line.partition("==") for line in lines) if version}
-
-
 def wanted() -> list[str]:
-    """The requirements to download, `name==version`, sorted.
-
-    Raises:
-        LookupError: a package is neither pinned nor names its version itself.
-    """
-    versions, found = pins(), dict[str, str]()
-    waiting = [Requirement(line) for line in requirements()]
+    """The requirements to download, sorted; constraints.txt has the versions of those that name none."""
+    found, waiting = dict[str, str](), [Requirement(line) for line in requirements()]
     while waiting:
         requirement = waiting.pop()
         name = canonical(requirement.name)
         if name in PROVIDED or name in found:
             continue
-        if name not in versions and not str(requirement.specifier).startswith("=="):
-            raise LookupError(f"{name} has no version in constraints.txt, and setup.cfg gives none")
-        found[name] = f"{name}=={versions[name]}" if name in versions else f"{name}{requirement.specifier}"
+        found[name] = f"{name}{requirement.specifier}"
         with contextlib.suppress(metadata.PackageNotFoundError):  # of one that is not installed here, nothing is known
             for need in map(Requirement, metadata.requires(name) or []):
                 environments = ({**_TARGET, "extra": extra} for extra in ("", *requirement.extras))
@@ -69,7 +56,8 @@ def download(names: Sequence[str], directory: Path) -> int:
     """Fill a folder with exactly these wheels, and return their bytes. Raises CalledProcessError where a package has no
     wheel for the target."""
     options = f"-q --no-deps --only-binary=:all: --disable-pip-version-check --python-version {PYTHON}".split()
-    options += ["--implementation", "cp", *(word for platform in PLATFORMS for word in ("--platform", platform))]
+    options += ["-c", str(ROOT / "constraints.txt"), "--implementation", "cp"]
+    options += (word for platform in PLATFORMS for word in ("--platform", platform))
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as fresh:
         subprocess.run([sys.executable, "-m", "pip", "download", *options, "-d", fresh, *names], check=True)

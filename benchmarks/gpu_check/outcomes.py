@@ -8,20 +8,7 @@ import pytest
 
 from benchmarks.gpu_check.records import Records
 
-
-class _Recorder:
-    def __init__(self, records: Records) -> None:
-        self._records = records
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has one report for each of set-up, call and tear-down: the call counts, and whatever went wrong."""
-        if report.when != "call" and report.passed:
-            return
-        message = report.longreprtext[-2000:] if report.failed else ""
-        if report.skipped and isinstance(report.longrepr, tuple):
-            message = report.longrepr[2]
-        seconds = round(report.duration, 3)
-        self._records.add("test", name=report.nodeid, outcome=report.outcome, seconds=seconds, message=message)
+_FILES: list[Records] = []  # none in a worker: where tests are spread over several, another process reports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +17,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record in the process that reports: where tests are spread over workers, that is not the workers."""
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Recorder(Records(config.getoption("--records"))), "gpu-check-outcomes")
+    """Record in the process that reports."""
+    _FILES[:] = [] if hasattr(config, "workerinput") else [Records(config.getoption("--records"))]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test has one report for each of set-up, call and tear-down: the call counts, and whatever went wrong."""
+    if report.when == "call" or not report.passed:
+        message = report.longreprtext[-2000:] if report.failed else ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            message = report.longrepr[2]
+        test = {"name": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)}
+        for file in _FILES:
+            file.add("test", **test, message=message)

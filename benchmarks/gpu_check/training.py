@@ -218,14 +218,12 @@ def memory(trainer: Trainer) -> dict[str, Any]:
     on_device = sum(size for kind, size in counted.items() if kind not in in_host_memory)
     (rank,) = plan_memory(config, trainer.task.layers, on_cpu=on_cpu)
     tokens = config.training.global_batch_size * config.data.seq_length
-    return {
-        "state_bytes_predicted": {kind: round(size) for kind, size in trainer.metrics.predicted_memory.items()},
-        "state_bytes_counted": counted,
-        "peak_bytes": peak,
-        "peak_bytes_predicted": round(rank.expected_tensors),
-        # On a CPU the peak is the whole process's, and says nothing about activations.
-        "beyond_state_bytes_per_token": None if on_cpu else (peak - on_device) / tokens,
-    }
+    predicted = {kind: round(size) for kind, size in trainer.metrics.predicted_memory.items()}
+    # On a CPU the peak is the whole process's, and says nothing about activations.
+    beyond = None if on_cpu else (peak - on_device) / tokens
+    peaks = {"peak_bytes": peak, "peak_bytes_predicted": round(rank.expected_tensors)}
+    states = {"state_bytes_predicted": predicted, "state_bytes_counted": counted}
+    return {**states, **peaks, "beyond_state_bytes_per_token": beyond}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.comparison.job import ONE, Layout, Sizes, layout_of
 from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
-from benchmarks.gpu_check import parts, training
+from benchmarks.gpu import Outcome, Part, run_parts
+from benchmarks.gpu_check import training
 from benchmarks.gpu_check.fitting import largest_fitting
-from benchmarks.gpu_check.parts import Outcome, Part, run_parts
 from benchmarks.gpu_check.records import read_records
 from megacore.train.peaks import Format, peak_tflops
 from tests.patience import scaled, until
@@ -41,7 +42,7 @@ def part(name: str, code: str, weight: float = 1.0, *, required: bool = False) -
 
 
 def test_a_part_that_fails_and_one_that_hangs_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.1)
     hangs = "import subprocess, time; print(subprocess.Popen(['sleep', '100']).pid, flush=True); time.sleep(100)"
     fails = part("fails", "raise ValueError('no such kernel')", weight=400.0)
     # The second has one of 400 seconds.

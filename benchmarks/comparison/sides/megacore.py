@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from benchmarks.comparison.configuration import layout_configuration
 from benchmarks.comparison.job import Job, Layout, Step
 from benchmarks.workload import megacore_step, megacore_trainer
-from megacore.config import ResolvedConfig
 from megacore.models.outline import outline
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.sharding import ShardedParameter
@@ -20,15 +19,14 @@ from megacore.train.planning import planner
 
 
 class FileWeights:
-    """Initial weights from a file of inputs.py."""
+    """Initial weights from compare.py's file."""
 
-    def __init__(self, job: Job) -> None:
-        self._path = job.weights
+    def __init__(self, path: str) -> None:
+        self._path = path
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
-        assert self._path is not None
         with np.load(self._path) as values:
             for parameter in parameters:
                 parameter.zero_()
@@ -37,7 +35,7 @@ class FileWeights:
 
 
 class FileDataset:
-    """Samples of a file of inputs.py, again and again."""
+    """Samples of compare.py's file, again and again."""
 
     def __init__(self, job: Job) -> None:
         self._tokens: NDArray[np.int64] = np.load(job.tokens, mmap_mode="r")
@@ -58,22 +56,15 @@ def name(layout: Layout) -> str:
     return "megacore"
 
 
-def resolved(job: Job) -> ResolvedConfig:
-    """The configuration of a job."""
+def build(job: Job) -> Step:
+    """A step of the trainer."""
     layout = job.layout
     schedule = "auto" if layout.schedule == "default" else layout.schedule
     more = {"virtual_stages": layout.virtual_stages, "device": "cpu"}
     config = layout_configuration(job.sizes, layout, job.directory, schedule=schedule, **more)
-    if not is_open(config):
-        return config
-    schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)
-    return choose_schedule(config, schedules, lambda _: True)
-
-
-def build(job: Job) -> Step:
-    """A step of the trainer."""
-    config = resolved(job)
-    mesh = build_mesh(config.parallel)
-    weights = FileWeights(job) if job.weights is not None else None
-    step = megacore_step(megacore_trainer(config, mesh, weights=weights, data=FileDataset(job)))
+    if is_open(config):
+        schedules = planner().schedules_by_time(config, outline(config), on_cpu=True)
+        config = choose_schedule(config, schedules, lambda _: True)
+    weights = None if job.weights is None else FileWeights(job.weights)
+    step = megacore_step(megacore_trainer(config, build_mesh(config.parallel), weights=weights, data=FileDataset(job)))
     return lambda: float(step().loss)

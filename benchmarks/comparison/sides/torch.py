@@ -22,15 +22,10 @@ from benchmarks.comparison.plain import ADAMW, PlainGPT, adamw, cross_entropy, d
 
 def name(layout: Layout) -> str:
     """What is measured."""
-    parts = []
-    if layout.tp > 1:
-        parts.append("parallelize_module")
-    if layout.pp > 1:
-        many = {"interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
-        parts.append(many.get(layout.schedule, "1F1B"))
-    if layout.dp > 1:
-        wrappers = ("DDP", "DDP + ZeroRedundancyOptimizer", "fully_shard, kept after forward", "fully_shard")
-        parts.append(wrappers[_stage(layout)])
+    many = {"interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
+    wrappers = ("DDP", "DDP + ZeroRedundancyOptimizer", "fully_shard, kept after forward", "fully_shard")
+    named = {"parallelize_module": layout.tp, many.get(layout.schedule, "1F1B"): layout.pp}
+    parts = [name for name, ranks in {**named, wrappers[_stage(layout)]: layout.dp}.items() if ranks > 1]
     return "torch: " + (", ".join(parts) or "plain")
 
 
@@ -84,7 +79,7 @@ def _parallel(model: PlainGPT, job: Job, mesh: DeviceMesh) -> nn.Module:
     if layout.tp > 1:
         parallel.parallelize_module(model, mesh["tp"], _plan(model, layout))
         if layout.sequence_parallel and model.embedding is not None:
-            positions = model.embedding.positions
+            positions: Any = model.embedding.positions
             positions.weight = nn.Parameter(distribute_tensor(positions.weight.data, mesh["tp"], [Shard(0)]))
     if layout.dp == 1:
         return model
