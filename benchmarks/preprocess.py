@@ -58,8 +58,8 @@ def main() -> None:
 def _compare(folder: Path, args: argparse.Namespace) -> None:
     corpus = folder / "corpus.jsonl"
     size = _write_corpus(corpus, int(args.megabytes * 1e6)) / 1e6
-    words = ["tools/train_tokenizer.py", "--input", corpus, "--vocab-size", str(args.vocab_size)]
-    subprocess.check_output([sys.executable, *words, "--output", folder / "tokenizer"], cwd=REPOSITORY)
+    words = ["tools/train_tokenizer.py", "--input", str(corpus), "--vocab-size", str(args.vocab_size)]
+    subprocess.check_output([sys.executable, *words, "--output", f"{folder}/tokenizer"], cwd=REPOSITORY)
     print(f"{size:.1f} MB of text, vocabulary {args.vocab_size}, {args.workers} workers, {os.cpu_count()} cores")
 
     def measured(side: str) -> dict[str, float]:
