@@ -43,6 +43,9 @@ def read_tensor(tensor: StoredTensor, dtype: torch.dtype | None = None) -> Tenso
 
 def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
     """Rows [start, stop) of the first dimension."""
+    if tensor.packed is not None:
+        unpacked = from_mxfp4(*(read_rows(one, start, stop) for one in tensor.packed))
+        return unpacked if dtype is None else unpacked.to(dtype)
     stored = DTYPES[tensor.dtype]
     values = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype or stored)
     row = math.prod(tensor.shape[1:]) * stored.itemsize
@@ -59,9 +62,23 @@ def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | 
     return values
 
 
+# What four bits stand for: a sign, two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, section 5).
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_OF_BITS = torch.cat([_FP4, -_FP4]).to(torch.bfloat16)
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of a tensor in MXFP4, [E, c, r] bf16. `blocks`: [E, r, c / 32, 16] uint8, two numbers a byte, that of
+    the lower bits first. `scales`: [E, r, c / 32] uint8, exponents of 2, of which 127 are taken off."""
+    numbers = _OF_BITS[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()]
+    exponents = scales.int()[..., None] - 127
+    return torch.ldexp(numbers, exponents).to(torch.bfloat16).flatten(2).transpose(1, 2).contiguous()
+
+
 def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -> Tensor:
     """A slice of a tensor; no other bytes are read. `out`: contiguous, of the slice's shape and the stored dtype; None:
     a new tensor."""
+    assert tensor.packed is None
     sizes = [stop - start for start, stop in where]
     values = torch.empty(sizes, dtype=DTYPES[tensor.dtype]) if out is None else out
     assert values.dtype == DTYPES[tensor.dtype] and list(values.shape) == sizes and values.is_contiguous()

@@ -31,6 +31,9 @@ class StoredTensor:
     dtype: str  # of its elements, by the format's name
     shape: tuple[int, ...]
     start: int  # offset of its first byte in the file
+    # Of a tensor of experts in MXFP4, [E, c, r], which is read as bf16: blocks [E, r, c / 32, 16], two numbers a byte,
+    # and the exponent of each block's scale, [E, r, c / 32]. None: it lies as it is.
+    packed: tuple[StoredTensor, StoredTensor] | None = None
 
     @property
     def bytes(self) -> int:

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, ActivationKind] = {
     "relu": ActivationKind(kept=1),
     "relu2": ActivationKind(kept=2),
     "swiglu": ActivationKind(kept=3, gated=True),
+    "clamped-swiglu": ActivationKind(kept=3, gated=True),
     "geglu": ActivationKind(kept=3, gated=True),
     "geglu-exact": ActivationKind(kept=3, gated=True),
 }

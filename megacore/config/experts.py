@@ -92,6 +92,8 @@ class ExpertsConfig(Section):
     """Inner width of an expert that every token uses. A multiple of --tp. Default: no shared expert."""
     moe_shared_expert_gate: bool = False
     """Multiplies the shared expert's output by the sigmoid of a projection of the token, as in Qwen2-MoE."""
+    moe_linear_bias: bool = False
+    """Gives the router and the matrices of experts biases, as in GPT-OSS."""
     moe_layer_freq: Annotated[int, Range(1, 10_000), _EXPERTS] = 1
     """Every Nth block has experts, after --moe-first-dense-layers."""
     moe_first_dense_layers: Annotated[int, Range(0, 10_000), _EXPERTS] = 0

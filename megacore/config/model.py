@@ -140,14 +140,15 @@ class ModelConfig(Section):
     )
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """Uses the shape of a named model. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b,
-    llama-3-8b-128k, llama-3-70b, llama-3.1-405b, qwen3-0.6b, mistral-7b, mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
-    qwen3-235b-a22b, olmoe-1b-7b, deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini,
-    phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b, gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b,
-    gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r, command-r7b, exaone-4-1.2b, glm-4-9b, minitron-4b,
-    seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the model,
-    of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set dropout, --optimizer beta2,
-    --weight-decay and --min-lr. Default: no preset."""
+    """Uses the shape of a named model. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b,
+    llama-3-8b, llama-3-8b-128k, llama-3-70b, llama-3.1-405b, qwen3-0.6b, mistral-7b, mixtral-8x7b, mixtral-8x22b,
+    qwen3-30b-a3b, qwen3-235b-a22b, olmoe-1b-7b, gpt-oss-20b, gpt-oss-120b, deepseek-v2-lite, deepseek-v3,
+    granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, phi-4, starcoder2-3b, gemma-2b, gemma-2-2b, gemma-2-9b,
+    gemma-3-1b, opt-1.3b, opt-6.7b, falcon-7b, falcon-40b, gpt-j-6b, phi-2, gpt-neo-1.3b, olmo-3-7b, command-r,
+    command-r7b, exaone-4-1.2b, glm-4-9b, minitron-4b, seed-oss-36b, ernie-4.5-0.3b, pythia-160m, bloom-176b;
+    gpt2-tiny for tests. It replaces the defaults of the model, of --seq-length and, without a tokenizer, of
+    --vocab-size; those of GPT-2 also set dropout, --optimizer beta2, --weight-decay and --min-lr. Default: no
+    preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -202,7 +203,8 @@ class ModelConfig(Section):
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "gelu"
     """Activation of the feed-forward layer. gelu: the tanh approximation. gelu-exact: the erf form. relu2: squared
-    ReLU. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, by a third matrix."""
+    ReLU. swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, by a third matrix. clamped-swiglu: that of
+    GPT-OSS."""
     disable_bias_linear: bool = False
     """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
@@ -286,6 +288,9 @@ class ModelConfig(Section):
     """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
     logits_divisor: Annotated[float, Range(above=0)] = 1.0
     """Divides the logits, as in Granite."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Joins the sum of attention's softmax. vanilla: nothing. off-by-one: 1. learnable: exp of a number per head
+    (attention sinks)."""
     attn_logit_softcapping: Annotated[float | None, Range(above=0)] = None
     """Soft cap c of attention scores, as in Gemma 2: c x tanh(score / c). Default: no cap."""
     final_logit_softcapping: Annotated[float | None, Range(above=0)] = None

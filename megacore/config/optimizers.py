@@ -273,6 +273,7 @@ class MuonConfig(OptimizerSettings):
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
         is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
+        is_matrix = is_matrix and not name.endswith("bias")  # of experts, a vector each
         return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
 
     def direction_bytes(self, precision: str) -> int:
@@ -314,7 +315,7 @@ class AdafactorConfig(OptimizerSettings):
     """Largest root mean square of a parameter's step / learning rate."""
 
     def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and name.startswith("blocks.")
+        return len(shape) == 2 and name.startswith("blocks.") and not name.endswith("bias")
 
 
 OPTIMIZERS: dict[str, type[OptimizerSettings]] = {

@@ -48,6 +48,8 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
     if length < count:
         yield f"--seq-length {length}"
     if experts is not None and experts.num_experts is not None:
+        if experts.moe_linear_bias:  # one rank of those that split an expert adds each
+            yield "--num-experts bias"
         if (width := experts.moe_ffn_hidden_size or 0) % count:
             yield f"--moe-ffn-hidden-size {width}"
         yield from _indivisible_width("--moe-shared-expert-size", experts.moe_shared_expert_size or 0, length, count)

@@ -233,6 +233,7 @@ def _their_model(model: HFModel) -> Any:
         )
     except Exception as error:  # its checks of config.json raise errors of many kinds
         raise CheckpointError(f"transformers cannot load {model.directory.path}: {_first_line(error)}") from None
+    config.__dict__.pop("quantization_config", None)  # what it packs is unpacked here
     try:
         # A hollow tensor for each stored one: of the same name and shape, but one number in memory, which identifies
         # it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing, as when
@@ -267,8 +268,9 @@ def _their_model(model: HFModel) -> Any:
         return source
 
     def read(name: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
-        if parameter.dim() < 3:
-            return read_rows(source_of(name, parameter.flatten()[0]), start, stop, torch.float32)
+        first = source_of(name, parameter.flatten()[0])
+        if parameter.shape == first.shape:
+            return read_rows(first, start, stop, torch.float32)
         experts = []  # transformers has stacked the matrices of experts, some of them one below the other
         for marks in parameter[start:stop, :, 0]:
             parts = zip(*torch.unique_consecutive(marks, return_counts=True), strict=True)

@@ -24,6 +24,7 @@ from megacore.convert.hf_directory import (
     inside,
     open_directory,
     present,
+    read_config,
 )
 from megacore.convert.plan import Step, StoredTensors, find_tensors, make_plan, require_enough, whole_config
 from megacore.models.hf.families import family_of
@@ -103,7 +104,11 @@ def _keep(model: HFModel, target: Path) -> list[str]:
     tokenizer = present(source, TOKENIZER_FILES)
     if tokenizer:
         carry(tokenizer, target / TOKENIZER_DIRECTORY)
-    (target / KEPT_CONFIG).write_bytes(inside(source, CONFIG).read_bytes())
+    kept_config = inside(source, CONFIG).read_bytes()
+    if any(tensor.packed for tensor in model.stored.tensors.values()):  # they are bf16 from here on
+        values = {name: value for name, value in read_config(source).items() if name != "quantization_config"}
+        kept_config = (json.dumps(values, indent=2) + "\n").encode()
+    (target / KEPT_CONFIG).write_bytes(kept_config)
     kept = [KEPT_CONFIG, KEPT_SOURCE, *(f"{TOKENIZER_DIRECTORY}/{path.name}" for path in tokenizer)]
     if generation := present(source, (GENERATION_CONFIG,)):
         (target / KEPT_GENERATION_CONFIG).write_bytes(generation[0].read_bytes())

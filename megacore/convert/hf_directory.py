@@ -65,7 +65,25 @@ def open_directory(path: Path, ignored: Sequence[str] = ()) -> HFDirectory:
         if listed is not None and (more := sorted(stored.keys() - listed)):
             raise CheckpointError(f"{path / name} has {more[0][:80]}, which {INDEX} does not list there")
         tensors |= stored
-    return HFDirectory(path=path, config=config, tensors=tensors)
+    return HFDirectory(path=path, config=config, tensors=_unpacked(tensors))
+
+
+def _unpacked(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """With one tensor in the place of the blocks and scales of each that is in MXFP4."""
+    found = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix("_blocks")
+        scales, (experts, rows, *inner) = tensors.get(f"{whole}_scales"), (*blocks.shape, 0, 0)[:4]
+        if whole == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        if blocks.shape != (*scales.shape, 16) or len(blocks.shape) != 4:
+            raise CheckpointError(f"{blocks.file}: {name[:80]} and its scales have shapes that do not fit each other")
+        del found[name], found[scales.name]
+        shape = experts, 32 * inner[0], rows
+        found[whole] = StoredTensor(
+            file=blocks.file, name=whole, dtype="BF16", shape=shape, start=0, packed=(blocks, scales)
+        )
+    return found
 
 
 def read_config(path: Path, ignored: Sequence[str] = ()) -> dict[str, Any]:

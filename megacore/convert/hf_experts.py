@@ -22,12 +22,15 @@ _STACKED = re.compile(r"(?P<before>.*\.)mlp\.experts\.(?P<kind>gate_up_proj|down
 _ROUTER = ".mlp.gate.weight"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _OF_MIXTRAL = ("w1", "w3", "w2")
+_STORED_SO = ("gpt_oss",)  # their directories have what they have in memory
 _BLOCK_OF_MIXTRAL = ".block_sparse_moe."
 
 
 def experts_apart(tensors: Source, model_type: str) -> Source:
     """Tensors by the names of a directory of transformers; those that have them already stay as they are. `tensors`: by
     the names that parameters have in memory."""
+    if model_type in _STORED_SO:
+        return tensors
     is_mixtral = model_type == "mixtral"
     gate, up, down = _OF_MIXTRAL if is_mixtral else _PROJECTIONS
     last, found = _LastRead(), dict[str, tuple[torch.dtype, tuple[int, ...], Read]]()
@@ -62,6 +65,9 @@ class _LastRead:
 
 def experts_stacked(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
     """The reverse of `experts_apart`. `tensors`: by the names of a directory."""
+    if model_type in _STORED_SO:
+        yield from tensors.items()
+        return
     is_mixtral = model_type == "mixtral"
     block = re.escape(_BLOCK_OF_MIXTRAL if is_mixtral else ".mlp.")
     names = _OF_MIXTRAL if is_mixtral else _PROJECTIONS

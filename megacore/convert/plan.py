@@ -123,6 +123,36 @@ class StackedStep(Step):
         return result
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertsStep(Step):
+    """One tensor of megacore's, [E, r, c] or [E, r], that theirs has for all experts too, as [E, c, r] where it is
+    transposed."""
+
+    of_pair: int | None  # theirs has 2 r: each first or second of them is this tensor's; None: all are
+
+    def shape_of(self, source: int) -> tuple[int, ...]:
+        experts, rows, *columns = self.shape
+        return experts, *columns, rows if self.of_pair is None else 2 * rows
+
+    def _ours(self, theirs: Tensor) -> Tensor:
+        part = theirs if self.of_pair is None else theirs[..., self.of_pair :: 2]
+        return part.transpose(1, 2) if self.transposed else part
+
+    def assemble(self, read: Callable[[int], Tensor]) -> Tensor:
+        return self._ours(read(0)).contiguous()
+
+    def take_apart(self, whole: Tensor, source: int, theirs: Tensor) -> None:
+        self._ours(theirs).copy_(whole)
+
+    def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
+        (first, last), *inner = spec.slices
+        result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
+        for expert in range(first, last):  # one at a time is there whole
+            ours = self._ours(read_rows(stored[self.theirs[0]], expert, expert + 1))[0]
+            result[expert - first] = ours[tuple(slice(*one) for one in inner)]
+        return result
+
+
 def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
     """Rows and columns of a tensor, as megacore counts them."""
     if len(tensor.shape) == 1:
@@ -159,7 +189,10 @@ def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedM
             lambda _: (rows,) * experts,
             lambda _: (Run(source=expert, start=0, stop=rows) for expert in range(experts)),
         )
-    return (StackedStep if is_stacked else Step)(
+    kind: Callable[..., Step] = StackedStep if is_stacked else Step
+    if layout.of_pair is not None or (rule.transposed and len(shape) == 3):
+        kind = partial(ExpertsStep, of_pair=layout.of_pair)
+    return kind(
         ours=name,
         shape=shape,
         theirs=tuple(theirs),

@@ -84,9 +84,11 @@ class KeyValues:
             return type(attention).mix(attention, query, key, value, None)
         view = attention.view
         slopes = None if attention.alibi is None else attention.alibi.slopes
-        if attention.soft_cap is not None:  # which torch's operator does not know
-            cap = attention.soft_cap
-            return attend(query, keys, values, view=view, slopes=slopes, soft_cap=cap, offset=self.length)[0]
+        cap, sinks = attention.soft_cap, attention.sinks
+        if cap is not None or sinks is not None:  # which torch's operator does not know
+            return attend(query, keys, values, view=view, slopes=slopes, sinks=sinks, soft_cap=cap, offset=self.length)[
+                0
+            ]
         seen = Scene(view=view, slopes=slopes).bias(range(self.length, stop), range(stop), query.device)
         bias = None if seen is None else seen.to(query.dtype)
         is_grouped = query.shape[1] != key.shape[1]

@@ -17,6 +17,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "relu2": ops.squared_relu,
     "swiglu": ops.swiglu,
+    "clamped-swiglu": ops.clamped_swiglu,
     "geglu": ops.geglu,
     "geglu-exact": partial(ops.geglu, exact=True),
 }

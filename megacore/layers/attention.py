@@ -32,7 +32,7 @@ from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
-from megacore.parallel.sharding import split_evenly
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
@@ -45,12 +45,12 @@ class Mixing(TypedDict, total=False):
     alibi: ops.Alibi | None
 
 
-class Attention(nn.Module):
+class Attention(ShardedModule):
     """What all kinds of attention do with queries, keys and values once they are projected. Raises ConfigError where
     the ranks of a sequence exchange heads, which they cannot divide.
 
     Args:
-        config: dropout on the attention weights, soft cap of the scores.
+        config: dropout on the attention weights, soft cap of the scores, sinks of softmax.
         causal: no position sees a later one.
         window: as for `ops.attention`.
         rotary: turns queries and keys by their positions; None: nothing does.
@@ -79,6 +79,14 @@ class Attention(nn.Module):
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.attended
         self.site, self.layer_group = name, context.layer_group
         self.soft_cap = config.attn_logit_softcapping
+        self.sinks: Tensor | None = None  # [n/t], what joins the sum of each head's softmax as exp(sink)
+        if config.softmax_type == "learnable":
+            held = split_evenly(heads, context.layer_group.rank, context.layer_group.size)
+            spec = ShardSpec.split((heads,), {0: held})
+            self.sinks = ShardedParameter(torch.empty(spec.local_shape, device=context.device), spec)
+        elif config.softmax_type == "off-by-one":
+            zeros = torch.zeros(heads // context.layer_group.size, device=context.device)
+            self.register_buffer("sinks", zeros, persistent=False)
         self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
@@ -107,8 +115,12 @@ class Attention(nn.Module):
             assert not (self.training and self.dropout), "the configuration refuses it"
             view = self.view.of(documents)
             slopes = None if self.alibi is None else self.alibi.slopes
-            return context_attention(query, key, value, self.sequence, view=view, slopes=slopes, soft_cap=self.soft_cap)
-        return self._attended(query, key, value, documents, alibi=self.alibi, shard=self.layer_group.rank)
+            cap, sinks = self.soft_cap, self.sinks
+            return context_attention(
+                query, key, value, self.sequence, view=view, slopes=slopes, sinks=sinks, soft_cap=cap
+            )
+        rank = self.layer_group.rank
+        return self._attended(query, key, value, documents, alibi=self.alibi, sinks=self.sinks, shard=rank)
 
     def _attended(
         self,
@@ -118,6 +130,7 @@ class Attention(nn.Module):
         documents: Tensor | None,
         *,
         alibi: ops.Alibi | None,
+        sinks: Tensor | None,
         shard: int,
     ) -> Tensor:
         """Attention of some heads; `shard` decides what dropout draws."""
@@ -130,6 +143,7 @@ class Attention(nn.Module):
                 value,
                 view=self.view if documents is None else self.view.of(documents),
                 alibi=alibi,
+                sinks=sinks,
                 soft_cap=self.soft_cap,
                 dropout=dropout,
                 implementation=self.implementation,
@@ -256,6 +270,7 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         "--qk-layernorm": (config.qk_layernorm, "", "leave it out"),
         "--clip-qkv": (config.clip_qkv is not None, f"{config.clip_qkv}", "leave it out"),
         "--attention-dropout": (dropout > 0, f"{dropout:g}", "use 0"),
+        "--softmax-type": (config.softmax_type != "vanilla", config.softmax_type, "leave it out"),
         "--attn-logit-softcapping": (config.attn_logit_softcapping is not None, "", "leave it out"),
         "--attention-multiplier": (config.attention_multiplier is not None, multiplier, "leave it out"),
         "--multi-latent-attention": (config.multi_latent_attention, "", "leave it out"),

@@ -175,6 +175,7 @@ class Router(ShardedModule):
         super().__init__()
         self.blocks = blocks
         self.weight = replicated(experts.num_experts, hidden_size, device=device)
+        self.logit_bias = replicated(experts.num_experts, device=device) if experts.moe_linear_bias else None
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         self.register_buffer("counts", zeros(experts.num_experts + 2), persistent=False)
         self.register_buffer("gap", torch.full((), torch.inf, device=device), persistent=False)
@@ -185,7 +186,7 @@ class Router(ShardedModule):
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """[b, s, h] -> [b, s, E] fp32. `noise`: [b, s, h] fp32, by which x is multiplied; None: there is none."""
         wide = x.float() if noise is None else x.float() * noise
-        return self.blocks.over_positions(_linear, [wide], [self.weight])
+        return self.blocks.over_positions(_linear, [wide], [self.weight, self.logit_bias])
 
     def note(self, route: Route) -> None:
         self.counts.add_(route.counts)
@@ -193,8 +194,8 @@ class Router(ShardedModule):
             torch.minimum(self.gap, route.gap, out=self.gap)
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.float())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.float(), None if bias is None else bias.float())
 
 
 def _gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ class SharedExpert(ShardedModule):
 
 
 class Experts(nn.Module):
-    """This rank's experts: MLPs h -> f -> h without biases, with stacked weights."""
+    """This rank's experts: MLPs h -> f -> h with stacked weights."""
 
     def __init__(self, config: ResolvedModel, experts: ResolvedExperts, context: BuildContext) -> None:
         super().__init__()
@@ -226,6 +227,7 @@ class Experts(nn.Module):
             GroupedLinear,
             experts.num_experts,
             ranks=context.experts,
+            bias=experts.moe_linear_bias,
             products=context.products,
             device=context.device,
         )

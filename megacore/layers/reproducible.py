@@ -105,18 +105,21 @@ class AttentionOfBlocks(Attention):
         self.split_by *= self.blocks.sequence.group.size
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        drops = self.training and self.dropout > 0.0
-        if not drops and all(map(heads_are_aligned, (query, key, value))):
-            return self._attended(query, key, value, documents, alibi=self.alibi, shard=self.layer_group.rank)
+        by_block = (self.training and self.dropout > 0.0) or self.sinks is not None
+        if not by_block and all(map(heads_are_aligned, (query, key, value))):
+            rank = self.layer_group.rank
+            return self._attended(query, key, value, documents, alibi=self.alibi, sinks=None, shard=rank)
         parts = self.blocks.held
-        biases = [self.alibi] * len(parts)
+        biases, sinks = [self.alibi] * len(parts), [self.sinks] * len(parts)
         if self.alibi is not None:
             biases = [ops.Alibi(slopes) for slopes in self.alibi.slopes.chunk(len(parts))]
+        if self.sinks is not None:
+            sinks = list(self.blocks.of_rank(self.sinks, 0).chunk(len(parts)))
         heads = [self.blocks.split(x.transpose(1, 2), 2) for x in (query, key, value)]
         mixed = []
-        for q, k, v, bias, part in zip(*heads, biases, parts, strict=True):
+        for q, k, v, bias, sink, part in zip(*heads, biases, sinks, parts, strict=True):
             block = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            mixed.append(self._attended(*block, documents, alibi=bias, shard=part).transpose(1, 2))
+            mixed.append(self._attended(*block, documents, alibi=bias, sinks=sink, shard=part).transpose(1, 2))
         return joined_blocks(mixed, 2).transpose(1, 2)
 
 

@@ -34,6 +34,7 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     weights = sum(rows * columns for rows, columns in attention_matrices(config)) + mlp
     projected = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
     split_biases = (into * f if config.mlp_bias else 0) + (projected if config.qkv_bias else 0)
+    split_biases += config.num_attention_heads if config.softmax_type == "learnable" else 0
     whole_biases = (config.mlp_bias + config.attention_output_bias) * h
     whole = whole_biases + whole_attention_parameters(config) + config.block_norms * norm_parameters(config)
     return (weights + split_biases) // t + whole + mixture
@@ -65,21 +66,26 @@ def active_parameters(config: ResolvedModel) -> int:
     """Those of a block that one token uses."""
     experts, idle = config.experts, 0
     if experts is not None:
-        matrices = 3 if config.gated else 2
-        unused = experts.num_experts - experts.moe_router_topk
-        idle = unused * matrices * config.hidden_size * experts.moe_ffn_hidden_size
+        idle = (experts.num_experts - experts.moe_router_topk) * expert_parameters(config, experts)
     return block_parameters(config) - idle
 
 
 def mixture_parameters(
     config: ResolvedModel, experts: ResolvedExperts, tp: int | None = None, *, expert_ranks: int = 1
 ) -> int:
-    """E experts of 2 h f or, gated, 3 h f; the router E h; a shared expert, and its gate. Arguments as for
+    """E experts of 2 h f or, gated, 3 h f, and biases; the router E h; a shared expert, and its gate. Arguments as for
     `block_parameters`."""
     h, matrices = config.hidden_size, 3 if config.gated else 2
-    routed = experts.num_experts * matrices * h * experts.moe_ffn_hidden_size // (1 if tp is None else expert_ranks)
+    routed = experts.num_experts * expert_parameters(config, experts) // (1 if tp is None else expert_ranks)
     shared = matrices * h * (experts.moe_shared_expert_size or 0) // (tp or 1)
-    return routed + experts.num_experts * h + shared + (h if experts.moe_shared_expert_gate else 0)
+    router = experts.num_experts * (h + experts.moe_linear_bias)
+    return routed + router + shared + (h if experts.moe_shared_expert_gate else 0)
+
+
+def expert_parameters(config: ResolvedModel, experts: ResolvedExperts) -> int:
+    """One expert's."""
+    h, f, into = config.hidden_size, experts.moe_ffn_hidden_size, 2 if config.gated else 1
+    return (into + 1) * h * f + (into * f + h if experts.moe_linear_bias else 0)
 
 
 def projection(config: ResolvedModel, tp: int) -> int:

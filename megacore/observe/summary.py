@@ -189,7 +189,7 @@ def _operators(config: ResolvedConfig, device: torch.device) -> str:
         affine=model.norm_affine,
         activation=model.activation,
         positions=model.position_embedding_type,
-        capped=model.attn_logit_softcapping is not None,
+        capped=model.attn_logit_softcapping is not None or model.softmax_type != "vanilla",
     )
     return ", ".join(f"{name}: {how}" for name, how in implementations.items())
 
@@ -211,7 +211,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         masked=is_bert or alibi or windowed or "documents" in config.beside_hidden_states,
         alibi=alibi,
         dropout=model.attention_dropout,
-        capped=model.attn_logit_softcapping is not None,
+        capped=model.attn_logit_softcapping is not None or model.softmax_type != "vanilla",
     )
     return ops.slower_attention(device, shape)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, geglu, gelu, squared_relu, swiglu, swiglu_of_halves
+from megacore.ops.activation import bias_gelu, clamped_swiglu, geglu, gelu, squared_relu, swiglu, swiglu_of_halves
 from megacore.ops.adamw import AdamWStep, adamw_
 from megacore.ops.attention import (
     Alibi,
@@ -62,6 +62,7 @@ __all__ = [
     "attention_backend",
     "bias_gelu",
     "choose_kernels",
+    "clamped_swiglu",
     "cross_entropy",
     "dropout_add",
     "dropout_mask",

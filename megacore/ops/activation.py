@@ -266,6 +266,44 @@ def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
     return F.gelu(gate, approximate="none" if exact else "tanh") * up
 
 
+_SLOPE, _LIMIT = 1.702, 7.0
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        g, u = gate.float().clamp(max=_LIMIT), up.float().clamp(-_LIMIT, _LIMIT)
+        return ((u + 1.0) * g * torch.sigmoid(_SLOPE * g)).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g, u, dy = gate.float().clamp(max=_LIMIT), up.float().clamp(-_LIMIT, _LIMIT), dy.float()
+        share = torch.sigmoid(_SLOPE * g)
+        dgate = dy * (u + 1.0) * share * (1.0 + _SLOPE * g * (1.0 - share)) * (gate <= _LIMIT)
+        dup = dy * g * share * (up.abs() <= _LIMIT)
+        return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1) of a gate up to 7 and up between -7 and 7 (Agarwal et al. 2025, arXiv
+    2508.10925, section 2.2), in plain torch. Returns like gate. Raises ValueError where an argument's device, dtype or
+    shape does not fit.
+
+    Args:
+        gate: [..., f], any strides; fp32, fp16 or bf16.
+        up: like gate.
+    """
+    require_rows(gate=gate, up=up)
+    require_same_device(gate=gate, up=up)
+    require_floats(gate=gate, up=up)
+    require_shape(gate.shape, "like gate", up=up)
+    return _ClampedSwiglu.apply(gate, up)
+
+
 class _SquaredReLU(torch.autograd.Function):
     """Keeps its input; torch's own operators would keep the output of ReLU beside it where it is computed again."""
 

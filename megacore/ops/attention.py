@@ -63,7 +63,7 @@ class AttentionShape:
     masked: bool = False  # whether documents, a window or ALiBi restrict it
     alibi: bool = False  # whether it is ALiBi
     dropout: float = 0.0  # probability on the weights
-    capped: bool = False  # whether scores have a soft cap
+    capped: bool = False  # whether scores have a soft cap, or softmax sinks
 
 
 def attention_backend(device: torch.device, shape: AttentionShape) -> str:
@@ -191,6 +191,7 @@ def attention(
     *,
     view: Visibility,
     alibi: Alibi | None = None,
+    sinks: Tensor | None = None,
     soft_cap: float | None = None,
     dropout: float = 0.0,
     implementation: Attention = "auto",
@@ -204,7 +205,9 @@ def attention(
         value: [b, g, s, d].
         view: who sees whom; its documents are int64 or int32. No position sees padding, whose result is 0.
         alibi: bias by distance.
-        soft_cap: of the scores q k^T / sqrt(d), above 0; `sdpa` then computes attention in blocks.
+        sinks: [n], of each head: what joins the sum of each softmax as exp(sink); `sdpa` then computes attention in
+            blocks, as it does with a soft cap.
+        soft_cap: of the scores q k^T / sqrt(d), above 0.
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's
             device, or from the CPU's where attention is computed in blocks.
         implementation: which one.
@@ -219,14 +222,17 @@ def attention(
     b, _, s, d = query.shape
     masked = alibi is not None or ((window is not None or documents is not None) and view.restricts(s))
     fused = implementation != "fused-softmax"
-    capped, on_cpu = soft_cap is not None, query.device.type == "cpu"
+    if sinks is not None:
+        require_shape((query.shape[1],), "[n] of query's heads", sinks=sinks)
+        require_same_device(query=query, sinks=sinks)
+    capped, on_cpu = soft_cap is not None or sinks is not None, query.device.type == "cpu"
     blocks = fused and (masked or capped or dropout > 0.0)
     blocks = blocks and takes_blocks(s, masked=masked, dropout=dropout, capped=capped, on_cpu=on_cpu)
     if fused and not masked and not blocks:
         return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
     seen = None if blocks else visible(view, s, query.device)
     if blocks:
-        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, soft_cap=soft_cap, dropout=dropout)
+        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, sinks=sinks, soft_cap=soft_cap, dropout=dropout)
     elif fused:
         mask = seen
         if alibi is not None:
@@ -239,18 +245,21 @@ def attention(
         scores = (query * shrink) @ _repeated(key, query).transpose(-1, -2)
         if soft_cap is not None:
             scores, divisor = soft_capped(scores.float() / divisor, soft_cap).to(scores.dtype), 1.0
-        if alibi is None and documents is None and (causal or seen is None):
+        if sinks is not None and causal and seen is None:
+            seen = _near(view, s, query.device)
+        if alibi is None and sinks is None and documents is None and (causal or seen is None):
             weights = fused_softmax(scores, scale=1.0 / divisor, causal=causal, window=window if causal else None)
         else:
             bias = None if alibi is None else alibi.bias(query, seen, causal=causal)
-            weights = _masked_softmax(scores, divisor, seen, bias)
+            weights = _masked_softmax(scores, divisor, seen, bias, sinks)
         mixed = _dropped_mix(weights, _repeated(value, query), dropout)
     return mixed if documents is None or not view.padded else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
 def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool, capped: bool = False) -> bool:
-    """Whether `sdpa` computes attention a block at a time: where scores have a soft cap, which torch's operator does
-    not know; or where it would need masks, which causality is not, or has no fused form, and the sequence is long."""
+    """Whether `sdpa` computes attention a block at a time: where scores have a soft cap or softmax sinks, which torch's
+    operator does not know; or where it would need masks, which causality is not, or has no fused form, and the sequence
+    is long."""
     return capped or (length > WHOLE and (masked or (dropout > 0.0 and on_cpu)))
 
 
@@ -261,16 +270,17 @@ def _mixed_in_blocks(
     view: Visibility,
     *,
     alibi: Alibi | None,
+    sinks: Tensor | None,
     soft_cap: float | None,
     dropout: float,
 ) -> Tensor:
     mixed = None
-    if soft_cap is None and can_attend(query, alibi=alibi is not None, dropout=dropout):
+    if soft_cap is None and sinks is None and can_attend(query, alibi=alibi is not None, dropout=dropout):
         mixed = varlen_attention(query, key, value, view)
     if mixed is None:
         slopes = None if alibi is None else alibi.slopes
         mixed, _ = block_attention(
-            query, key, value, view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, block=BLOCK
+            query, key, value, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap, dropout=dropout, block=BLOCK
         )
     return mixed
 
@@ -338,14 +348,19 @@ def _dropped_mix(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
     return (weights * kept) @ value * (1.0 / (1.0 - dropout))
 
 
-def _masked_softmax(scores: Tensor, divisor: float, seen: Tensor | None, bias: Tensor | None) -> Tensor:
-    """[b, n, s, s]: softmax of scores / divisor plus the bias, over what is seen; summed in fp32."""
+def _masked_softmax(
+    scores: Tensor, divisor: float, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """[b, n, s, s]: softmax of scores / divisor plus the bias, over what is seen and the sinks; summed in fp32."""
     wide = scores.float() / divisor
     if bias is not None:  # -inf where a key is not seen
         wide = wide + bias.float()
     elif seen is not None:
         wide = wide.masked_fill(~seen, -math.inf)
-    return torch.softmax(wide, -1).to(scores.dtype)
+    if sinks is None:
+        return torch.softmax(wide, -1).to(scores.dtype)
+    column = sinks.float()[:, None, None].expand(*wide.shape[:-1], 1)
+    return torch.softmax(torch.cat([wide, column], -1), -1)[..., :-1].to(scores.dtype)
 
 
 def _repeated(heads: Tensor, query: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from megacore.ops.causal_attention import (
     fused_backward,
     like_projection,
 )
-from megacore.ops.dispatch import custom_op, has_whole_heads, runs_triton
+from megacore.ops.dispatch import Node, custom_op, has_whole_heads, runs_triton
 from megacore.ops.soft_cap import soft_cap_, soft_cap_slope
 from megacore.ops.visibility import Visibility, distances
 
@@ -45,6 +45,8 @@ class Scene:
 
     view: Visibility  # who sees whom
     slopes: Tensor | None = None  # [n] fp32, of ALiBi; None: scores do not fall with distance
+    # [n], of each head: what joins the sum of each softmax as exp(sink), beside the keys; None: nothing does.
+    sinks: Tensor | None = None
     soft_cap: float | None = None  # of the scores, before anything is added to them; None: there is none
     dropout: float = 0.0  # probability on the weights
     # [blocks of queries, blocks of keys] int64 on the CPU: of each tile's dropout mask; None without dropout.
@@ -54,13 +56,16 @@ class Scene:
     @property
     def flat(self) -> tuple[Tensor | float | None, ...]:
         view = self.view
-        tensors = view.documents, self.slopes, self.seeds
+        tensors = view.documents, self.slopes, self.sinks, self.seeds
         return *tensors, view.causal, view.window, self.soft_cap, self.dropout, self.block
 
     @classmethod
-    def of_flat(cls, documents: Any, slopes: Any, seeds: Any, causal: Any, window: Any, *numbers: Any) -> Scene:
+    def of_flat(
+        cls, documents: Any, slopes: Any, sinks: Any, seeds: Any, causal: Any, window: Any, *numbers: Any
+    ) -> Scene:
         view, (soft_cap, dropout, block) = Visibility(causal=causal, window=window, documents=documents), numbers
-        return cls(view=view, slopes=slopes, seeds=seeds, soft_cap=soft_cap, dropout=dropout, block=block)
+        tensors = {"slopes": slopes, "sinks": sinks, "seeds": seeds}
+        return cls(view=view, **tensors, soft_cap=soft_cap, dropout=dropout, block=block)
 
     def bias(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """What is added to scores, [1 or b, 1 or n, q, k] fp32: ALiBi's term, -inf where a key is not seen; None:
@@ -276,8 +281,8 @@ def _is_plain(query: Tensor, scene: Scene) -> bool:
 
 # A scene and what belongs to it as torch's operators take it, which know flat lists only; in the order of `Scene.flat`.
 _SCENE = (
-    "Tensor? documents, Tensor? slopes, Tensor? seeds, bool causal, SymInt? window, float? soft_cap, float dropout, "
-    "SymInt block, SymInt offset, bool in_fp32"
+    "Tensor? documents, Tensor? slopes, Tensor? sinks, Tensor? seeds, bool causal, SymInt? window, float? soft_cap, "
+    "float dropout, SymInt block, SymInt offset, bool in_fp32"
 )
 
 
@@ -288,11 +293,16 @@ _SCENE = (
 )
 def _block_attention(query: Tensor, key: Tensor, value: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
     scene, (offset, in_fp32) = Scene.of_flat(*flat[:-2]), flat[-2:]
+    wide = in_fp32 or scene.sinks is not None
     if _uses_kernel(query, scene):
         import megacore.kernels.attention as kernel
 
-        return kernel.forward(query, key, value, **_masks(scene), offset=offset, in_fp32=in_fp32)
-    return _attend(query, key, value, scene, offset, in_fp32=in_fp32)
+        out, logarithm = kernel.forward(query, key, value, **_masks(scene), offset=offset, in_fp32=wide)
+    else:
+        out, logarithm = _attend(query, key, value, scene, offset, in_fp32=wide)
+    if scene.sinks is not None:
+        take_sinks_(out, logarithm, scene.sinks)
+    return out if in_fp32 else out.to(query.dtype), logarithm
 
 
 @_block_attention.register_fake
@@ -343,25 +353,73 @@ def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Call
         return None
     names = [argument.name for argument in operator._schema.arguments]
     settings = dict(zip(names, operands, strict=True))
-    return definition._init_fn if settings["soft_cap"] is not None and not settings["dropout"] else None
+    has_more = settings["soft_cap"] is not None or settings["sinks"] is not None
+    return definition._init_fn if has_more and not settings["dropout"] else None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, documents, slopes, seeds, *ctx.options, _ = inputs
+    query, key, value, documents, slopes, sinks, seeds, *ctx.options, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, documents, slopes, seeds)
+    ctx.save_for_backward(query, key, value, *output, documents, slopes, sinks, seeds)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_block_attention_backward(d_out, *ctx.saved_tensors, *ctx.options, False), *(None,) * 10
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *ctx.options, False), *(None,) * 11
 
 
 _block_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
+# ---- sinks
+
+
+def take_sinks_(out: Tensor, logarithm: Tensor, sinks: Tensor) -> None:
+    """Let a learned number of each head join the sums of its softmax, in place (Agarwal et al. 2025, arXiv 2508.10925,
+    section 2.2). What backward computes from the result and the new sums are then the gradients of queries, keys and
+    values with sinks.
+
+    Args:
+        out: [b, n, q, d] fp32, attention without sinks.
+        logarithm: [b, n, q] fp32, of its sums.
+        sinks: [n].
+    """
+    sinks = sinks.float()[:, None]
+    out.mul_(torch.sigmoid(logarithm - sinks)[..., None])
+    logarithm.copy_(torch.logaddexp(logarithm, sinks))
+
+
+class _SinkGradient(Node):
+    """Attention as it is; backward gives the gradient of the sinks, whose value is 0: each takes weight from what is
+    seen."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, logarithm: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(out, logarithm, sinks)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, Tensor]:
+        out, logarithm, sinks = ctx.saved_tensors
+        weights = (sinks.float()[:, None] - logarithm).exp_()
+        terms = weights.mul_((d_out.float() * out.float()).sum(-1))
+        return d_out, None, terms.sum((0, 2)).neg_().to(sinks.dtype)
+
+
+def with_sinks(out: Tensor, logarithm: Tensor, sinks: Tensor | None) -> Tensor:
+    """A result of `attend` or `block_attention` with sinks, through which they get their gradient. `logarithm`: of its
+    sums. `sinks`: [n], those that it was computed with; None: there are none."""
+    if sinks is None or not sinks.requires_grad:
+        return out
+    joined: Tensor = _SinkGradient.apply(out, logarithm, sinks)
+    return joined
+
+
+# ---- attention of whole sequences, and of parts
+
+
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility,
-    slopes: Tensor | None = None, soft_cap: float | None = None, dropout: float = 0.0, block: int = BLOCK,
+    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None,
+    sinks: Tensor | None = None, soft_cap: float | None = None, dropout: float = 0.0, block: int = BLOCK,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of queries over the keys that they see, and the logarithms of its softmax's sums. Returns [b, n, q, d],
@@ -372,6 +430,7 @@ def block_attention(
         key: [b, g, k, d], of the whole sequence.
         view: who sees whom; its documents are those of the whole sequence.
         slopes: [n] fp32, of ALiBi.
+        sinks: [n], of each head: what joins the sum of each softmax as exp(sink).
         soft_cap: of the scores, before anything is added to them.
         dropout: probability on the weights. A seed for each tile is drawn from the CPU's default generator.
         block: queries, and keys, of a tile.
@@ -381,20 +440,21 @@ def block_attention(
     if dropout:
         tiles = -(-(offset + query.shape[2]) // block), -(-key.shape[2] // block)
         seeds = torch.randint(2**63 - 1, tiles, device="cpu")
-    scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
+    fixed = None if sinks is None else sinks.detach()
+    scene = Scene(view=view, slopes=slopes, sinks=fixed, soft_cap=soft_cap, dropout=dropout, seeds=seeds, block=block)
     out, logarithm = _block_attention(query, key, value, *scene.flat, offset, False)
-    return out, logarithm
+    return with_sinks(out, logarithm, sinks), logarithm
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None,
-    soft_cap: float | None = None, offset: int = 0, in_fp32: bool = False,
+    sinks: Tensor | None = None, soft_cap: float | None = None, offset: int = 0, in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `block_attention` returns, for operators that compute their gradients by `attend_backward`. The keys may be
     a part of the sequence: positions then count from the first of them, also those of the documents, which reach to the
     last query. Where a query sees none of the keys, the result is 0, and its logarithm `NOTHING`. `query`: as for
     `block_attention`, as all that follow. `in_fp32`: whether the result is not rounded to query's type."""
-    scene = Scene(view=view, slopes=slopes, soft_cap=soft_cap)
+    scene = Scene(view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap)
     out, logarithm = _block_attention(query, key, value, *scene.flat, offset, in_fp32)
     return out, logarithm
 

@@ -44,6 +44,11 @@ class RowGroups:
             self._bounds[device] = _table([0, *accumulate(self.counts)], device)
         return self._bounds[device]
 
+    def experts(self, device: torch.device) -> Tensor:
+        """[r] int32: the expert of each row."""
+        numbers = torch.arange(len(self.counts), dtype=torch.int32)
+        return numbers.repeat_interleave(torch.tensor(self.counts)).to(device, non_blocking=True)
+
     def tiles(self, height: int, device: torch.device) -> Tensor:
         """[T, 3] int32: expert, first row and the end of the expert's rows of every tile of so many rows."""
         if (height, device) not in self._tiles:

@@ -147,8 +147,8 @@ class Blocks:
     def columns(self, x: Tensor, parameters: Parameters, products: Products) -> tuple[Tensor, ...]:
         """Column-parallel layers that share an input. `x`: [b, s', i]; or rows [n, i]. `parameters`: weight [o/t, i],
         bias [o/t] or None, weight, ...; or stacked weights [E, o/t, i]. Returns [b, s, o/(t p)] of each layer."""
-        weights = [None if p is None else self._own(p, -2) for p in parameters[::2]]
-        biases = [None if p is None else self._own(p, -1) for p in parameters[1::2]]
+        weights = [None if p is None else self.of_rank(p, -2) for p in parameters[::2]]
+        biases = [None if p is None else self.of_rank(p, -1) for p in parameters[1::2]]
         pairs = list(zip(weights, biases, strict=True))
         whole = self.gathered_positions(x.detach())
         fixed = [None if p is None else p.detach() for pair in pairs for p in pair]
@@ -161,7 +161,7 @@ class Blocks:
     def row(self, x: Tensor, weight: Tensor, bias: ShardedParameter | None, products: Products) -> Tensor:
         """A row-parallel layer. `x`: [b, s, i/(t p)]. `weight`: [o, i/t], or stacked [E, o, i/t]. `bias`: [o], which
         every rank holds, or None. Returns [b, s', o]."""
-        weight = self._own(weight, -1)
+        weight = self.of_rank(weight, -1)
         partial: Tensor = _RowOutput.apply(self, products, x, weight.detach())
         partial = self._with_weights(partial, x.detach(), weight, None, dim=-1, products=products)
         y: Tensor = _RankSum.apply(partial, self, x.dtype)
@@ -245,7 +245,7 @@ class Blocks:
         """Whether backward gathers the input of a layer again, so that a rank keeps its positions only."""
         return self.sequence.group.size > 1 and not self.everywhere
 
-    def _own(self, weight: Tensor, dim: int) -> Tensor:
+    def of_rank(self, weight: Tensor, dim: int) -> Tensor:
         """The part of a tensor-parallel rank's weight or bias that this rank computes with."""
         ranks, rank = self.sequence.group.size, self.sequence.group.rank
         if ranks == 1:

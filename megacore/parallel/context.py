@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.attention import Alibi, attention
-from megacore.ops.block_attention import NOTHING, attend, attend_backward
+from megacore.ops.block_attention import NOTHING, attend, attend_backward, take_sinks_, with_sinks
 from megacore.ops.causal_attention import merge_
 from megacore.ops.dispatch import Node
 from megacore.ops.visibility import Visibility
@@ -102,6 +102,7 @@ def context_attention(
     *,
     view: Visibility,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of this rank's positions over those of all ranks. Returns [b, n, s/p, d], laid out as [b, s/p, n, d]; 0
@@ -114,14 +115,15 @@ def context_attention(
         shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
         view: who sees whom, with the documents of the whole sequence; in a ring causal.
         slopes: [n] fp32, of ALiBi.
+        sinks: [n], as for `ops.attention`; their gradient is of this rank's positions.
     """
     if shards.comm == "ulysses":
-        return _by_heads(query, key, value, shards, view=view, slopes=slopes, soft_cap=soft_cap)
-    if shards.comm == "ring":
-        assert view.causal, "a ring knows causal attention"
-        mixed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes, soft_cap)
-    else:
-        mixed = _GatheredAttention.apply(query, key, value, shards, view, slopes, soft_cap)
+        return _by_heads(query, key, value, shards, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap)
+    assert shards.comm != "ring" or view.causal, "a ring knows causal attention"
+    kind = _RingAttention if shards.comm == "ring" else _GatheredAttention
+    fixed = None if sinks is None else sinks.detach()
+    out, logarithm = kind.apply(query, key, value, shards, view, slopes, fixed, soft_cap)
+    mixed = with_sinks(out, logarithm, sinks)
     if view.documents is None or not view.padded:
         return mixed
     padding = shards.take(view.documents, 1) == 0
@@ -140,21 +142,23 @@ class _GatheredAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        sinks: Tensor | None,
         soft_cap: float | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         keys, values = _gathered(key, value, shards)
         parts = [
-            attend(part, keys, values, view=view, slopes=slopes, soft_cap=soft_cap, offset=of.start)
+            attend(part, keys, values, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap, offset=of.start)
             for of, part in _parts(query, shards)
         ]
         out, logarithm = _joined([part for part, _ in parts]), torch.cat([sums for _, sums in parts], 2)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
-        return out
+        ctx.mark_non_differentiable(logarithm)
+        return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
         shards: SequenceShards = ctx.shards
         view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
@@ -170,7 +174,7 @@ class _GatheredAttention(Node):
             del d_part, terms
         del keys, values
         d_key, d_value = _summed(sums, shards).unbind(0)
-        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 4
+        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 5
 
 
 def _parts(x: Tensor, shards: SequenceShards) -> Iterator[tuple[range, Tensor]]:
@@ -209,8 +213,9 @@ class _RingAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        sinks: Tensor | None,
         soft_cap: float | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         out, logarithm = query.new_empty(0), query.new_empty(0)
         for source, keys, values in _travelling(key, value, shards):
             for pair in _pairs(source, query.shape[2], shards, view, slopes):
@@ -224,14 +229,17 @@ class _RingAttention(Node):
                     out = _zeros_like(query)
                     logarithm = out.new_full(query.shape[:-1], NOTHING)
                 merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
+        if sinks is not None:  # once, after all keys
+            take_sinks_(out, logarithm, sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
-        return out
+        ctx.mark_non_differentiable(logarithm)
+        return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
         shards: SequenceShards = ctx.shards
         view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
@@ -263,7 +271,7 @@ class _RingAttention(Node):
             term.add_(others).to(key.dtype)
             for term, others in zip(d_local, arriving.wait().transpose(2, 3), strict=True)
         )
-        return d_query[0].to(query.dtype), d_key, d_value, *(None,) * 4
+        return d_query[0].to(query.dtype), d_key, d_value, *(None,) * 5
 
 
 def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -355,13 +363,16 @@ def _by_heads(
     *,
     view: Visibility,
     slopes: Tensor | None,
+    sinks: Tensor | None,
     soft_cap: float | None,
 ) -> Tensor:
     """As `context_attention`, over whole sequences of 1/p of the heads; where key heads are fewer, ranks get copies."""
     ranks, rank = shards.group.size, shards.group.rank
-    slopes = None if slopes is None else slopes.chunk(ranks)[rank]
+    slopes, sinks = (None if of_heads is None else of_heads.chunk(ranks)[rank] for of_heads in (slopes, sinks))
     if key.shape[1] < ranks:
-        mixed: Tensor = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes, soft_cap)
+        fixed = None if sinks is None else sinks.detach()
+        out, logarithm = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes, fixed, soft_cap)
+        mixed = with_sinks(out, logarithm, sinks)
         if view.documents is not None and view.padded:
             mixed = mixed.masked_fill((view.documents == 0)[:, None, :, None], 0.0)
     else:
@@ -371,6 +382,7 @@ def _by_heads(
             *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
             view=view,
             alibi=None if slopes is None else Alibi(slopes),
+            sinks=sinks,
             soft_cap=soft_cap,
         )
     back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]
@@ -398,21 +410,23 @@ class _CopiedKeysAttention(Node):
         shards: SequenceShards,
         view: Visibility,
         slopes: Tensor | None,
+        sinks: Tensor | None,
         soft_cap: float | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ranks = shards.group.size
         copies = (x.repeat_interleave(ranks // key.shape[1], 1) for x in (key, value))
         joined, sizes = _joined_heads((query, *copies), ranks)
         operands = [x.transpose(1, 2) for x in _positions_to_heads(joined, shards).split(sizes, 2)]
-        out, logarithm = attend(*operands, view=view, slopes=slopes, soft_cap=soft_cap, offset=0)
+        out, logarithm = attend(*operands, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap, offset=0)
         ctx.save_for_backward(*operands, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         ctx.key_heads = key.shape[1]
-        return out
+        ctx.mark_non_differentiable(logarithm)
+        return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, logarithm, documents, slopes = ctx.saved_tensors
         view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
         where = {"view": view, "slopes": slopes, "soft_cap": ctx.soft_cap, "offset": 0}
@@ -421,7 +435,7 @@ class _CopiedKeysAttention(Node):
         queries = _heads_to_positions(d_query.to(out.dtype), ctx.shards)  # [b, s/p, p, n/p, d]
         copies = _heads_to_positions(torch.cat((d_key, d_value), 2), ctx.shards)  # [b, s/p, p, 2, d]
         sums = copies.unflatten(2, (ctx.key_heads, -1)).sum(3).to(out.dtype)  # [b, s/p, g, 2, d]
-        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), *(None,) * 4
+        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), *(None,) * 5
 
 
 class _Exchange(Node):

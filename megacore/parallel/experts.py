@@ -297,8 +297,24 @@ class GroupedProducts(Products):
         return grouped_implementation(x, inputs, outputs) if isinstance(self._products, TorchProducts) else "loop"
 
 
+class _Biased(Node):
+    """Rows with the bias of their expert added to some features from `first` on."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, groups: RowGroups, first: int) -> Tensor:
+        ctx.counts, ctx.features = groups.counts, slice(first, first + bias.shape[1])
+        biased = rows.clone()
+        biased[:, ctx.features] += bias.index_select(0, groups.experts(rows.device))
+        return biased
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_experts = grad[:, ctx.features].split(list(ctx.counts))
+        return grad, torch.stack([rows.sum(0) for rows in of_experts]), None, None
+
+
 class GroupedLinear(ShardedModule):
-    """A linear layer without a bias for each expert, with the weights of this rank's experts stacked.
+    """A linear layer for each expert, with the weights of this rank's experts stacked.
 
     Args:
         experts: E, of the whole layer.
@@ -307,6 +323,8 @@ class GroupedLinear(ShardedModule):
         ranks: that divide the experts, and each of them.
         split: which dimension of the weight the ranks that split an expert divide: 1 for output, 2 for input
             features.
+        bias: whether it has one. Where ranks divide the input features of an expert, and their results are summed, each
+            rank adds the bias of some output features.
     """
 
     def __init__(
@@ -317,20 +335,28 @@ class GroupedLinear(ShardedModule):
         *,
         ranks: ExpertRanks,
         split: int,
+        bias: bool = False,
         products: Products,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.products, shape = products, (experts, out_features, in_features)
         self.split, self.group = split, ranks.layer
-        held = {
-            0: split_evenly(experts, ranks.dispatch.rank, ranks.dispatch.size),
-            split: split_evenly(shape[split], ranks.layer.rank, ranks.layer.size),
-        }
-        slices = tuple(held.get(dimension, (0, size)) for dimension, size in enumerate(shape))
-        spec = ShardSpec(shape=shape, slices=slices, is_replicated=False, replica_role="expert_replicas")
-        self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
+        own = split_evenly(experts, ranks.dispatch.rank, ranks.dispatch.size)
+
+        def parameter(shape: tuple[int, ...], split: int) -> ShardedParameter:
+            held = {0: own, split: split_evenly(shape[split], ranks.layer.rank, ranks.layer.size)}
+            slices = tuple(held.get(dimension, (0, size)) for dimension, size in enumerate(shape))
+            spec = ShardSpec(shape=shape, slices=slices, is_replicated=False, replica_role="expert_replicas")
+            return ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
+
+        self.weight, self.bias = parameter(shape, split), parameter(shape[:2], 1) if bias else None
+        self.first = self.bias.spec.slices[1][0] if self.bias is not None and split == 2 else 0
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
         """[r, i] -> [r, o], a part of the sum where ranks split input features. `x`: rows by expert."""
-        return GroupedProducts(self.products, groups).linear(x, self.weight)
+        y = GroupedProducts(self.products, groups).linear(x, self.weight)
+        if self.bias is None:
+            return y
+        biased: Tensor = _Biased.apply(y, self.bias, groups, self.first)
+        return biased

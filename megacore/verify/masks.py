@@ -50,16 +50,17 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterato
 
     def of_heads(
         attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
-        alibi: ops.Alibi | None, shard: int,
+        alibi: ops.Alibi | None, sinks: Tensor | None, shard: int,
     ) -> Tensor:  # fmt: skip
         if not (attention.dropout and attention.training):
-            return attended(attention, query, key, value, documents, alibi=alibi, shard=shard)
+            return attended(attention, query, key, value, documents, alibi=alibi, sinks=sinks, shard=shard)
         held = min(tp, key.shape[1])  # parts of the keys: of fewer heads than ranks, several ranks read one
         mixed = []
         for rank, queries in enumerate(query.chunk(tp, 1)):
             keys, values = (x.chunk(held, 1)[rank * held // tp] for x in (key, value))
             bias = None if alibi is None else ops.Alibi(alibi.slopes.chunk(tp)[rank])
-            mixed.append(attended(attention, queries, keys, values, documents, alibi=bias, shard=rank))
+            sink = None if sinks is None else sinks.chunk(tp)[rank]
+            mixed.append(attended(attention, queries, keys, values, documents, alibi=bias, sinks=sink, shard=rank))
         return torch.cat(mixed, 1)
 
     with patch.object(Dropout, "mask", of_parts), patch.object(Attention, "_attended", of_heads):

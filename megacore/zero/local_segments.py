@@ -102,7 +102,8 @@ def local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
     specs = {member.name: member.parameter.spec for member in bucket.members}
 
     def kind(segment: Segment) -> tuple[bool, ParameterScale]:
-        return len(specs[segment.name].shape) >= 2, bucket.options.groups.scale_of(segment.name)
+        is_matrix = len(specs[segment.name].shape) >= 2 and not segment.name.endswith("bias")  # experts' are [E, o]
+        return is_matrix, bucket.options.groups.scale_of(segment.name)
 
     runs: list[list[Segment]] = []
     for segment in bucket.segments:

@@ -65,10 +65,10 @@ def drawn(groups: int, heads: int = 4, dtype: torch.dtype = torch.float32) -> li
 
 def with_all_weights(
     query: Tensor, key: Tensor, value: Tensor, *, seen: Tensor | None = None, slopes: Tensor | None = None,
-    cap: float | None = None, left: Tensor | None = None,
+    cap: float | None = None, left: Tensor | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(cap tanh(q k^T / sqrt(d) / cap) + bias) v, where `left` is what dropout leaves of the weights; and the
-    logarithms of the softmax's denominators."""
+    """softmax(cap tanh(q k^T / sqrt(d) / cap) + bias) v, where `left` is what dropout leaves of the weights, and
+    exp(sinks), [n], join the denominators; and these denominators' logarithms without them."""
     times = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) / math.sqrt(query.shape[-1])
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
@@ -76,7 +76,8 @@ def with_all_weights(
         positions = torch.arange(query.shape[2], device=query.device)
         scores = scores - slopes.to(query)[:, None, None] * (positions[:, None] - positions).abs()
     scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
-    weights = torch.softmax(scores, -1)
+    column = scores[..., :0] if sinks is None else sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., : scores.shape[-1]]
     weights = weights if left is None else weights * left
     return weights @ value.repeat_interleave(times, 1), scores.logsumexp(-1)
 

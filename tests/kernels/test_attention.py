@@ -182,21 +182,26 @@ def within(found: Tensor, expected: Tensor, also: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("way", ["sdpa", "fused-softmax", "tiles of 3"])
+@pytest.mark.parametrize("extra", ["cap", "sinks", "cap, sinks"])
 @pytest.mark.parametrize(("case", "alibi"), [(case, number % 2 == 0) for number, case in enumerate(CASES)])
-def test_capped_scores_are_the_formula(case: str, alibi: bool, way: str) -> None:
+def test_capped_scores_and_sinks_are_the_formula(case: str, alibi: bool, extra: str, way: str) -> None:
     options = CASES[case]
-    ours = [(4 * x).detach().requires_grad_() for x in drawn(2)]  # scores far above the cap
+    ours = [(x * (4 if "cap" in extra else 1)).detach().requires_grad_() for x in drawn(2)]  # scores far above the cap
+    ours += [torch.tensor([-3.0, 0.5, 9.0, 1.5], requires_grad=True)] * ("sinks" in extra)
     exact = [x.detach().double().requires_grad_() for x in ours]
+    sinks, cap = ours[3] if "sinks" in extra else None, CAP if "cap" in extra else None
+    more: dict[str, Any] = {"sinks": sinks, "soft_cap": cap}
     slopes = torch.tensor(ops.alibi_slopes(4)) if alibi else None
     if way == "tiles of 3":
-        found, _ = block_attention(*ours, view=Visibility(**options), slopes=slopes, soft_cap=CAP, block=3)
+        found, _ = block_attention(*ours[:3], view=Visibility(**options), slopes=slopes, **more, block=3)
     else:
         bias = None if slopes is None else ops.Alibi(slopes)
-        found = ops.attention(*ours, view=Visibility(**options), alibi=bias, soft_cap=CAP, implementation=way)  # type: ignore[arg-type]
+        found = ops.attention(*ours[:3], view=Visibility(**options), alibi=bias, **more, implementation=way)  # type: ignore[arg-type]
     documents = options.get("documents")
     real = torch.ones(B, 1, S, 1) if documents is None else (documents != 0).view(B, 1, S, 1)
     seen = Visibility(**options).mask(range(S), range(S), torch.device("cpu"))
-    expected = with_all_weights(*exact, seen=seen, slopes=slopes, cap=CAP)[0] * real
+    wide = exact[3] if "sinks" in extra else None
+    expected = with_all_weights(*exact[:3], seen=seen, slopes=slopes, cap=cap, sinks=wide)[0] * real
     within(found * real, expected)
     weights = outer(found) * real
     gradients = torch.autograd.grad((found * weights).sum(), ours)

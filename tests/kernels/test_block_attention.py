@@ -226,5 +226,5 @@ def test_the_operator_keeps_torchs_rules(case: str) -> None:
     view = Visibility(**CASES[case])
     slopes = torch.tensor(ops.alibi_slopes(4))
     tensors = [x.requires_grad_() for x in drawn(2)]
-    rest = (view.documents, slopes, None, view.causal, view.window, None, 0.0, 4, 0, False)
+    rest = (view.documents, slopes, slopes, None, view.causal, view.window, None, 0.0, 4, 0, False)
     torch.library.opcheck(torch.ops.megacore.block_attention.default, (*tensors, *rest))

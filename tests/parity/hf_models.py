@@ -75,8 +75,8 @@ def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stored = {}
     for name, tensor in tensors.items():
         block, is_expert, kind = name.partition(".experts.")
+        stored[name] = tensor  # as GPT-OSS has its experts too
         if not is_expert:
-            stored[name] = tensor
             stored[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
             continue
         for expert, matrices in enumerate(tensor):

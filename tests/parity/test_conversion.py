@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megacore.checkpoint.load import load_parameters
 from megacore.convert import dcp_files
@@ -191,6 +192,29 @@ def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "anew")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
     assert not (tmp_path / "anew" / "generation_config.json").exists()
+
+
+def test_experts_in_mxfp4_become_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    model = make_model("gpt-oss", torch.bfloat16)
+    model.config.intermediate_size = 64  # type: ignore[union-attr]
+    wider = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    directory = save_model(disturbed(wider), tmp_path / "hf")
+    packed, plain, generator = weights(directory), weights(directory), torch.Generator().manual_seed(3)
+    for name in [name for name in packed if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = packed.pop(name).shape
+        shape = experts, rows, columns // 32
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(packed, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    to_megacore(directory, tmp_path / "megacore")  # compares logits
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    require_same(weights(tmp_path / "back"), plain)
+    assert loads_as(tmp_path / "back", transformers.AutoModelForCausalLM).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("qwen2", torch.float16)], ids=str)

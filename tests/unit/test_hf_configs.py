@@ -16,7 +16,7 @@ from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.config.bert import ResolvedBert
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
-from megacore.convert.plan import make_plan, model_layers, model_shapes, their_shapes
+from megacore.convert.plan import ExpertsStep, make_plan, model_layers, model_shapes, their_shapes
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
 from megacore.models.hf.family import Family, same_bert
@@ -143,7 +143,8 @@ def model_of(model_type: str) -> tuple[Family, ResolvedModel, ResolvedBert | Non
 
 @pytest.mark.parametrize("model_type", list(SMALL))
 def test_runs_cover_every_row_once(model_type: str) -> None:
-    plan = make_plan(*model_of(model_type))
+    # A tensor of all experts has no runs of rows: conversion there and back shows it.
+    plan = [step for step in make_plan(*model_of(model_type)) if not isinstance(step, ExpertsStep)]
     places: dict[str, list[int]] = {}
     for step in plan:
         runs = list(step.runs())

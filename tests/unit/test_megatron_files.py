@@ -941,7 +941,7 @@ def test_each_refusal_names_its_flag_and_another_way() -> None:
 
 # Flags that have no effect with some of their values only.
 READ = {"--dataloader-type", "--error-injection-rate", "--exit-signal", "--moe-router-dtype", "--muon-tp-mode"}
-READ |= {"--rerun-mode", "--rope-type", "--softmax-type", "--spec"}
+READ |= {"--rerun-mode", "--rope-type", "--spec"}
 READ |= {name for name, flag in FOREIGN.items() if "any other value is refused" in flag.becomes}
 
 

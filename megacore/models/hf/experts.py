@@ -52,6 +52,16 @@ class LatentAttention:
         }
 
 
+class ExpertBlocks(ReadOnly):
+    """GPT-OSS's: the matrices of experts may be stored in MXFP4, and are read as bf16."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        stored = reader.get("quantization_config")
+        if stored is not None and (not isinstance(stored, dict) or stored.get("quant_method") != "mxfp4"):
+            reader.problem("quantization_config", f"is {str(stored)[:40]!r}, but megacore has only mxfp4 and null")
+        return {}
+
+
 def _read_groups(reader: ConfigReader, *, groups: int | None, chosen: int | None, best: int | None) -> dict[str, Any]:
     """The groups of experts, of which one alone is as good as none."""
     number, used = reader.get("n_group", groups), reader.get("topk_group", chosen)

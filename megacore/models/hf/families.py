@@ -27,6 +27,7 @@ _PARTS: Mapping[str, Callable[..., Part]] = {
     "biases": rows.Biases,
     "decoder_of_falcon": decoders.DecoderOfFalcon,
     "equal": rows.Equal,
+    "expert_blocks": experts.ExpertBlocks,
     "exact_sums_of_bloom": decoders.ExactSumsOfBloom,
     "global_rotation": bert.GlobalRotation,
     "greedy_groups_of_experts": experts.GreedyGroupsOfExperts,
@@ -94,7 +95,7 @@ def _rules(ours: str, theirs: str | Mapping[str, str], prefix: str) -> Iterator[
             ours=ours.replace("*", kind),
             theirs=_names(prefix + names.replace("*", kind)),
             layout=LAYOUTS[order] if order else None,
-            transposed=is_transposed and kind == "weight",
+            transposed=is_transposed and kind != "bias",
             instead=_names(prefix + other[0][1].replace("*", kind)) if other else None,
             when=_CONDITIONS[other[0][0]] if other else None,
         )

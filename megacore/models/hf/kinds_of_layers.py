@@ -65,12 +65,13 @@ class WindowPattern:
     """A window in all layers but each last one of a period, where the file has no `layer_types`."""
 
     period: int  # the usual number of layers
+    window: int = 4096  # the usual size
     period_names: tuple[str, ...] = ()  # what the field that has it may be called
     rotates_windows_only: bool = False  # layers without a window have no positions
     may_be_off: bool = False  # without a size of the window no layer has one, and all rotate
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
-        layers, window = ours["num_layers"], read_window(reader, 4096)
+        layers, window = ours["num_layers"], read_window(reader, self.window)
         name, period = "layer_types", self.period
         if self.period_names:
             name = reader.first_of(self.period_names)
@@ -88,7 +89,7 @@ class WindowPattern:
     def write(self, config: ResolvedModel) -> dict[str, Any]:
         is_off = self.may_be_off and set(config.attention_kinds) == {FULL}
         full = WITHOUT_POSITIONS if self.rotates_windows_only and not is_off else FULL
-        window = None if is_off else config.window_size or 4096
+        window = None if is_off else config.window_size or self.window
         return {"layer_types": write_layer_types(config, full), "sliding_window": window}
 
 

@@ -160,10 +160,12 @@ class Rope:
     # Default of the context before scaling, of a family that has it outside the rope parameters.
     original: int | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)  # as for `read_rope`
+    usual: Mapping[str, Any] = field(default_factory=dict)  # rope parameters that transformers takes where it has none
 
     def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        given = [reader.get(name) for name in ("rope_parameters", "rope_scaling")]
         fields = read_rope(
-            reader,
+            ConfigReader({"rope_parameters": self.usual}, reader.where) if self.usual and not any(given) else reader,
             ours["max_position_embeddings"] or 1,
             base=self.base_name,
             usual_base=self.base,

@@ -35,6 +35,8 @@ class Layout:
 
     sizes: Callable[[ResolvedModel], tuple[int, ...]]  # rows of each source, as far as the tensor needs it
     runs: Callable[[ResolvedModel], Iterator[Run]]
+    # Of experts that are stored as one tensor, whose gates and ups alternate: which of each pair. None: no such tensor.
+    of_pair: int | None = None
 
 
 def _q_k_v_sizes(config: ResolvedModel) -> tuple[int, ...]:
@@ -112,6 +114,10 @@ def _half(number: int) -> Layout:
     return Layout(lambda config: (2 * config.inner_size,), runs)
 
 
+def _of_pair(number: int) -> Layout:
+    return Layout(lambda config: (), lambda config: iter(()), number)
+
+
 def _one_tensor_a_head(heads: Callable[[ResolvedModel], int]) -> Layout:
     return Layout(
         lambda config: (config.head_size,) * heads(config),
@@ -127,6 +133,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "multi_query": Layout(_stacked_sizes, _multi_query_runs),
     "first_half": _half(0),
     "second_half": _half(1),
+    "first_of_pairs": _of_pair(0),
+    "second_of_pairs": _of_pair(1),
     "latent_queries": Layout(lambda config: (config.num_attention_heads * config.head_size,), _latent_query_runs),
     "latent_keys_and_values": Layout(
         lambda config: (config.kv_lora_rank + config.qk_rope_head_dim,), _latent_key_value_runs
