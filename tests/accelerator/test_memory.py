@@ -708,11 +708,7 @@ CUT: Options = {"precision": "bf16", "clip_grad": 1e-3}
 # By ranks: options, whether the update is in one pass, and bytes.
 BYTES: dict[int, list[tuple[Options, bool, int]]] = {
     1: [
-        (
-            CUT,
-            False,
-            46,
-        ),  # by operators: the gradient is scaled, and the weights are copied, in passes of their own
+        (CUT, False, 46),  # by operators: the gradient is scaled, and the weights are copied, in passes of their own
         (CUT, True, 34),
         ({**CUT, "grad_reduce_dtype": "bf16"}, True, 30),
     ],

@@ -164,8 +164,6 @@ def test_a_gpt_is_no_bert_and_the_other_way_round(
 @pytest.mark.parametrize(
     ("inputs", "changes", "message"),
     [
-        ({}, {"sentence_task": "sop", "bert_style": "modern"}, "--sentence-task sop needs pairs"),
-        ({}, {"causal": True}, "--causal is not a flag"),
         ({}, {"hidden_size": 1 << 17, "device": "cpu"}, "the model needs at least "),
         ({"tokenizer": "bpe", "data_path": "bpe-split_text_sentence"}, {}, "[MASK]"),
         ({"data_path": "wordpiece-whole_text_document"}, {}, "--split-sentences"),

@@ -18,7 +18,7 @@ from megacore.data.tokenizers.training import train_tokenizer
 from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import cut, rehearse
 from tests.e2e import rehearsal
-from tests.e2e.launching import PROGRAM, ROOT, alone, run_cold, run_warm
+from tests.e2e.launching import PROGRAM, ROOT, run_cold, run_warm
 from tests.unit import data_bytes
 
 SCRIPTS = sorted(path.name for path in rehearsal.SCRIPTS.glob("*.sh"))
@@ -110,37 +110,6 @@ def test_the_variable_alone_rehearses_what_a_launcher_starts(tmp_path: Path, mon
     assert done.stdout.startswith("starting a rehearsal: reading flags and files\n") and "step 4/4" in done.stdout
     assert "rehearsed: pretrain_gpt.py accepts the whole command line on 64 processes" in done.stdout
     assert "--rehearse" in (ROOT / "docs/guides/coming-from-megatron.md").read_text(encoding="utf-8")[:2500]
-
-
-@pytest.mark.parametrize(
-    "variables, flags, said",
-    [
-        ({REHEARSAL: "x"}, "", "'x' is not a whole number: use 1 or more"),
-        ({REHEARSAL: "8", "RANK": "x"}, "", "the environment's RANK is 'x', not a number from 0"),
-        ({REHEARSAL: "8", "WORLD_SIZE": "abc"}, "", "the environment's WORLD_SIZE is 'abc', not a number from 1"),
-        ({REHEARSAL: "8"}, "--tp 2 --nun-layers 2", "--nun-layers is not a flag: did you mean --num-layers?"),
-        (
-            {REHEARSAL: "8"},
-            "--mock-data --vocab-size 64 --train-iters 9 --init-from-hf /nowhere",
-            "--init-from-hf /nowhere is not a",
-        ),
-        (
-            {REHEARSAL: "1"},
-            "--mock-data --vocab-size 64 --train-iters 9 --dp 2 --zero-stage 1 --zero-shard-size 2",
-            "ranks, 1: leave it out; allow more, as in MEGACORE_REHEARSE=2",
-        ),
-        ({}, "--rehearse --dry-run", "--rehearse runs and --dry-run plans: leave one of them out"),
-        ({}, "--rehearse=0", "0 must be at least 1: use 1 or more"),
-    ],
-)
-def test_a_rehearsal_that_cannot_be_is_refused(
-    variables: dict[str, str], flags: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    refused = alone(*flags.split(), timeout=30)
-    assert refused.returncode == 2
-    assert said in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, ResolvedConfig, sections_of
+from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.flags import all_fields, read_flags
@@ -68,22 +68,6 @@ def test_a_parameter_equals_the_flag_of_its_name(field: str) -> None:
         for words in ([*chosen, *old], [*chosen, flag(owner), *new], [flag(owner), *new, *chosen]):
             given = read_flags(words)
             assert given.values[field] == expected and not given.problems, words
-
-
-def test_a_parameter_of_an_optimizer_is_that_of_the_one_which_another_source_chooses(tmp_path: Path) -> None:
-    file = tmp_path / "lion.toml"
-    file.write_text("[optimizer]\noptimizer = 'lion'\n")
-    config = parse(*GOOD, "--config", str(file), "--optimizer", "beta1=0.7")
-    assert (config.lion.lion_beta1, config.adamw.adam_beta1) == (0.7, 0.9)
-    config = parse(*GOOD, "--optimizer", "beta1=0.7")
-    assert (config.lion.lion_beta1, config.adamw.adam_beta1) == (0.9, 0.7)
-    config = parse(*GOOD, "--optimizer", "muon", "momentum=0.8", "beta1=0.7", "no-nesterov")
-    assert (config.muon.muon_momentum, config.adamw.adam_beta1, config.muon.muon_nesterov) == (0.8, 0.7, False)
-
-
-def test_a_parameter_turns_its_switch_on() -> None:
-    assert parse(*GOOD, "--trace", "steps=2").logging.trace
-    assert parse(*GOOD, "--qk-layernorm", "all-heads").model.qk_layernorm
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -162,10 +146,6 @@ def test_help_into_a_closed_pipe_ends_quietly() -> None:
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
 KINDS = pytest.mark.parametrize("kind", [Config, BertConfig])
-USUAL = """
---preset --num-layers --hidden-size --data-path --tokenizer --mock-data --seq-length --train-iters --micro-batch-size
---global-batch-size --lr --precision --tp --pp --dp --zero-stage --output-dir --save-interval --load --config
-"""
 
 
 def help_of(topic: str, kind: type[Config], columns: int = 120) -> str:
@@ -232,34 +212,9 @@ def test_berts_defaults_are_those_that_a_run_has(style: str) -> None:
 
 
 @KINDS
-def test_the_short_page_has_the_usual_flags_and_says_how_to_see_the_rest(kind: type[Config]) -> None:
-    page = help_of("", kind, columns=80)
-    assert set(USUAL.split()) <= entries(page).keys()
-    assert len(page.splitlines()) < 100
-    sections = sections_of(kind).keys() - ({"experts"} if kind is BertConfig else set())  # of which it accepts no flag
-    for words in ("--help SECTION", "--help FLAG", "--help all", "--version", *sections):
-        assert words in page, words
-    assert ("experts" in page) == (kind is Config)
-    assert "--train-iters INT" in page
-    assert "Required." in entries(page)["--train-iters"]
-    assert page.startswith("Usage: python x.py FLAGS\n")
-
-
-@KINDS
 @pytest.mark.parametrize("columns", [60, 80, 120, 300])
 def test_no_page_is_wider_than_the_terminal_or_coloured_in_a_pipe(kind: type[Config], columns: int) -> None:
     for topic in ("all", "lr") if columns == 60 else ("", "all", "lr"):
         page = help_of(topic, kind, columns)
         assert max(map(len, page.splitlines())) < min(columns, 120)
         assert "\x1b" not in page
-
-
-def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
-    by_name = help_of("norm_epsilon", Config)
-    assert by_name == help_of("--norm-epsilon", Config) == help_of("layernorm-epsilon", Config)
-    assert help_of("no-mock-data", Config) == help_of("mock-data", Config)
-    assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
-    assert help_of("--optimizer", Config).startswith(
-        f"  --optimizer {{{','.join(OPTIMIZERS)}}} [NAME=VALUE...]\n"
-    )  # the flag
-    assert help_of("config", Config).startswith("  --config FILE.toml\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 from collections.abc import Mapping
@@ -142,18 +141,14 @@ def test_every_number_has_a_range_that_holds_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "kind"),
-    [
-        *itertools.product(["--config", "--schedule-csv", "--tokenizer"], ["device", "pipe"]),
-        ("--config", "giant"),
-        ("--schedule-csv", "giant"),  # a tokenizer may well be large
-    ],
+    ("flag", "kind"),  # a tokenizer may well be large
+    [(flag, kind) for flag in ("--config", "--schedule-csv", "--tokenizer") for kind in ("pipe", "giant")][:-1],
 )
 def test_what_could_be_read_for_ever_is_refused_at_once(flag: str, kind: str, refuse: Refuse, tmp_path: Path) -> None:
-    path = Path("/dev/zero") if kind == "device" else tmp_path / "file"
+    path = tmp_path / "file"
     if kind == "pipe":
         os.mkfifo(path)
-    if kind == "giant":
+    else:
         path.touch()
         os.truncate(path, 1 << 40)
     (problem,) = problems(refuse(*GOOD, flag, str(path)))
@@ -161,19 +156,10 @@ def test_what_could_be_read_for_ever_is_refused_at_once(flag: str, kind: str, re
     assert (" bytes, more than" if kind == "giant" else " no" if flag == "--tokenizer" else " is not a") in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (f"[optimizer]\nlr = 1{'0' * 400}", "must be a number"),
-        ("x = " + "[" * 5000, "is not valid TOML"),
-        ("[model]\nx = \udcff", "is not valid TOML: 'utf-8'"),
-    ],
-    ids=("endless", "deep", "no text"),
-)
-def test_a_file_that_no_table_can_hold_is_refused(text: str, said: str, refuse: Refuse, tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+def test_what_is_no_text_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"[model]\nx = \xff")
     (problem,) = problems(refuse(*GOOD, "--config", str(tmp_path / "c.toml")))
-    assert said in problem
+    assert "is not valid TOML: 'utf-8'" in problem
     (problem,) = problems(refuse(*GOOD, "--output-dir", "\udcff"))
     assert r"--output-dir '\udcff' is not valid UTF-8" in problem
 

@@ -363,12 +363,7 @@ PARTS += ["\u200b", "!?", "\u0301", "\U0001f600", "<|", "\0", "letters", "123456
     ],
 )
 def test_words_have_the_ids_that_they_have_in_a_text(
-    together: int,
-    bits: int,
-    pattern: str | None,
-    learned: Tokenizer,
-    unproven: None,
-    monkeypatch: pytest.MonkeyPatch,
+    together: int, bits: int, pattern: str | None, learned: Tokenizer, unproven: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where few words have a place, and texts that are looked up together stay apart."""
     monkeypatch.setattr(fast_bpe, "TOGETHER", together)

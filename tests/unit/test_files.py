@@ -30,19 +30,9 @@ from megacore import progress
 from megacore.checkpoint import lock as lock_module
 from megacore.checkpoint.check import changed_settings, check_settings
 from megacore.checkpoint.choose import whole
-from megacore.checkpoint.directory import (
-    expired,
-    free_name,
-    next_serial,
-    pointed_to,
-    step_of,
-    sweep,
-    temporary_name,
-)
+from megacore.checkpoint.directory import expired, free_name, next_serial, pointed_to, step_of, sweep, temporary_name
 from megacore.checkpoint.directory import published as checkpoints_in
-from megacore.checkpoint.directory import (
-    published as published_steps,
-)
+from megacore.checkpoint.directory import published as published_steps
 from megacore.checkpoint.files import FileEntry, describe, verify
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.lock import WriterLock, sees_lock
@@ -50,24 +40,11 @@ from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, is_tiled,
 from megacore.checkpoint.storage import LocalRun, write_tensors
 from megacore.checkpoint.tensor_file import TensorWriter, read_slice, read_tensor
 from megacore.checkpoint.tensor_header import read_header
-from megacore.config import (
-    AdamWConfig,
-    CheckpointConfig,
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from megacore.config import AdamWConfig, CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megacore.convert.publish import published
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
-from megacore.files import (
-    GrowingFile,
-    read_bounded,
-    replace_bytes,
-    replacing,
-    take_lock,
-)
+from megacore.files import GrowingFile, read_bounded, replace_bytes, replacing, take_lock
 from megacore.observe.sinks import keep_until
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.progress import Bars, Progress

@@ -141,10 +141,7 @@ def test_visible_pairs_are_those_of_the_mask(causal: bool, window: int | None) -
 
 @pytest.mark.parametrize(
     ("changes", "pairs"),
-    [
-        ({"window_size": 512}, 2048 * 512 - 512 * 511 / 2),
-        ({"position_embedding_type": "alibi"}, 2048 * 2049 / 2),
-    ],
+    [({"window_size": 512}, 2048 * 512 - 512 * 511 / 2), ({"position_embedding_type": "alibi"}, 2048 * 2049 / 2)],
     ids=["window", "alibi"],
 )
 def test_attention_computes_the_pairs_that_are_seen(changes: dict[str, Any], pairs: float) -> None:
