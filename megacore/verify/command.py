@@ -378,7 +378,7 @@ def not_covered(config: ResolvedConfig) -> Iterator[str]:
         yield "the spike guard (--on-spike)"
     if config.parallel.device == "cpu":
         yield "accelerators and NCCL: the ranks compute on CPUs and communicate through gloo"
-    yield "Triton kernels; reading of datasets; learning-rate schedules; evaluation; more than three steps"
+    yield "Triton kernels; reading of datasets; learning-rate schedules; more than three steps"
     yield "errors that a layout and one process make alike, beyond the checks with torch.optim and torch.autograd"
     if config.training.compile and max(config.model.hidden_dropout, config.model.attention_dropout) > 0:
         yield "dropout masks of compiled code"

@@ -399,12 +399,12 @@ def flipped_bit(steps: TrainStep) -> None:
 
 
 def flipped_moment(steps: TrainStep) -> None:
-    """The lowest bit of a moment is another, on the first rank that holds some."""
+    """A bit of a moment is another, on the first rank that holds some; an update would round the lowest away."""
     optimizer = steps.update.optimizer
     for local in steps.model.data_parallel.segments[:1] if steps.mesh.world.is_first else ():
         for state in [local.state(optimizer, kind.name) for kind in optimizer.kinds if kind.per == "element"][:1]:
             if state is not None:
-                state.view(torch.int32)[:1] ^= 1
+                state.view(torch.int32)[:1] ^= 1 << 20
 
 
 def swapped_state(steps: TrainStep) -> None:

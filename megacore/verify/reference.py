@@ -5,10 +5,12 @@ runtime, buckets and loss weight, and its updates with torch.optim."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import AdamConfig, AdamWConfig, ResolvedConfig, SGDConfig
 from megacore.config.reproducible import canonical_blocks
+from megacore.layers import moe
 from megacore.models.spec import DescribesLayers
 from megacore.parallel.mesh import Mesh
 from megacore.train.gpt_task import GPTTask
@@ -93,7 +96,9 @@ def make_reference(config: ResolvedConfig, directory: Path, device: torch.device
     for micro in sizes:
         tensors = run(replace(undropped, training=replace(training, micro_batch_size=micro))).tensors
         losses.append([values for key, values in tensors.items() if key.kind == "loss"])
-    updates, steps = _check_updates(one_rank, record), load_steps(one_rank, mesh, checkpoint, layers)
+    updates = _check_updates(one_rank, record)
+    kept = replace(training, recompute="none", recompute_num_layers=None, distribute_saved_activations=False)
+    steps = load_steps(replace(one_rank, training=kept), mesh, checkpoint, layers)
     view, gradients = _check_view(steps), _check_gradients(config, steps, record)
     return Reference(
         checkpoint=checkpoint,
@@ -101,7 +106,7 @@ def make_reference(config: ResolvedConfig, directory: Path, device: torch.device
         perturbed=perturbed,
         loss_spread=tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True)),
         micro_batch_sizes=sizes,
-        checks=tuple(check for check in (updates, view, gradients) if check is not None),
+        checks=tuple(check for check in (updates, view, *gradients) if check is not None),
     )
 
 
@@ -231,9 +236,12 @@ def _parameter(values: Array) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
 
 
-def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -> Check:
-    """torch.autograd over the layers, called one after the other, must give the recorded gradients of step 1."""
+def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -> Iterator[Check]:
+    """torch.autograd over the layers, called one after the other and without recomputation, must give the recorded
+    gradients of step 1; the choices of routers, counted here, the recorded loads of experts."""
     (stage,) = steps.model.chunks
+    is_own = steps.task.layers_from == "program"
+    routers = _Routers(steps) if _Routers.are_known(steps.config) and not is_own else None
     stage.runner = None
     stage.train()
     microbatches = next(iter(batches(steps.config, steps.mesh, steps.task, after=WARMUP_STEPS)))
@@ -244,11 +252,12 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
     for parameter in parameters.values():
         parameter.take_term = parameter.accumulator = None  # autograd adds up all uses
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    with _masks(layout):
+    with _masks(layout), routers or contextlib.nullcontext():
         for microbatch in microbatches:
             steps.task.streams.microbatch = microbatch.index
             output = stage(steps.task.first_input(microbatch), partial(steps.task.last_inputs, None, microbatch))
             loss = (_plain_loss(steps, output, microbatch) * per_count).sum()
+            loss = loss if routers is None else loss + routers.losses()
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
@@ -260,12 +269,63 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
         for name, values in expected.items()
         if np.linalg.norm(values) > 1e-5 * size  # others are zero but for rounding
     ]
-    return Check(
+    yield Check(
         name="gradients of one process against torch.autograd over its layers",
         worst=max(differences, default=0.0),
         tolerance=1e-5,
         tensors=len(differences),
     )
+    if routers is not None:
+        recorded = [values for key, values in record.tensors.items() if key[:2] == (1, "expert load")]
+        pairs = list(zip(routers.counts, recorded, strict=True))
+        loads = [relative_difference(counts.double().numpy(force=True), values) for counts, values in pairs]
+        yield Check(
+            name="expert loads of one process against the choices of its routers",
+            worst=max(loads),
+            tolerance=0.0,
+            tensors=len(loads),
+        )
+
+
+class _Routers(contextlib.ExitStack):
+    """Counts the choices of a model's routers and computes their losses, from their logits and the formulas
+    (DeepSeek-AI 2024, arXiv 2412.19437, equations 17 to 20; Zoph et al. 2022, arXiv 2202.08906, equation 5). What the
+    layers inject is left out inside."""
+
+    def __init__(self, steps: TrainStep) -> None:
+        super().__init__()
+        self._steps, self._logits = steps, list[tuple[Tensor, Tensor | None]]()
+        self.counts: list[Tensor] = []  # of each router, [E], of all microbatches
+        self.enter_context(patch.object(moe, "with_loss", lambda x, loss, scale: x))
+        for module in steps.model.chunks[0].modules():
+            if isinstance(module, moe.Router):
+                self.callback(module.register_forward_hook(self._note).remove)
+
+    @staticmethod
+    def are_known(config: ResolvedConfig) -> bool:
+        """Whether the choices and the losses follow from the logits of a microbatch."""
+        experts = config.model.experts
+        groups = experts is not None and experts.moe_router_num_groups is not None
+        return experts is not None and not (groups or experts.uses_last_loads or config.beside_hidden_states)
+
+    def _note(self, router: moe.Router, inputs: Any, logits: Tensor) -> None:
+        self._logits.append((logits, router.bias))
+
+    def losses(self) -> Tensor:
+        """Of the last microbatch, divided by the sequences of the global batch."""
+        config, counts, total = self._steps.config.experts, list[Tensor](), torch.zeros(())
+        for logits, bias in self._logits:
+            scores = logits.softmax(-1) if config.moe_router_score_function == "softmax" else logits.sigmoid()
+            chosen = (scores if bias is None else scores + bias).topk(config.moe_router_topk).indices
+            of_sequences = F.one_hot(chosen, logits.shape[-1]).sum((1, 2))  # [b, E]
+            parts = of_sequences / of_sequences.sum(-1, keepdim=True) * logits.shape[-1]
+            balance = (parts * (scores / scores.sum(-1, keepdim=True)).mean(1)).sum()
+            total = total + config.moe_aux_loss_coeff * balance
+            total = total + (config.moe_z_loss_coeff or 0.0) * logits.logsumexp(-1).square().mean(1).sum()
+            counts.append(of_sequences.sum(0))
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)] if self.counts else counts
+        self._logits.clear()
+        return total / self._steps.config.training.global_batch_size
 
 
 def _plain_loss(steps: TrainStep, output: Any, microbatch: Any) -> Tensor:

@@ -55,6 +55,7 @@ KINDS = (
     "weight change",
     "expert bias",
     "published weight",
+    "evaluation",
 )
 """What is compared, in the order in which a step makes it."""
 EXACT_KINDS = ("loaded weight", "loaded moment", "token count", "dropout mask", "expert load", "expert bias")
@@ -167,13 +168,17 @@ class Recorder:
             self._watch(stack)
             source = iter(microbatches)
             for self._step in range(1, STEPS + 1):
-                self._train_step(next(source))
+                batch = next(source)
+                self._train_step(batch)
         # The weights that the next forward would use, of every rank.
         for bucket in self.steps.model.data_parallel.buckets:
             bucket.wait()
             for parameter in bucket.parameters:
                 self._keep("published weight", parameter.spec.name, parameter, parameter.spec)
             bucket.release()
+        # Of the losses; what BERT gets right is counted in whole predictions, which rounding may change.
+        terms = len(self.steps.task.loss_names) or None
+        self._keep("evaluation", "", self.steps.evaluate([batch]).means.reshape(-1)[:terms])
 
     def note_state(self) -> None:
         for local in self._segments:
