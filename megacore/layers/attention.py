@@ -79,7 +79,7 @@ class Attention(ShardedModule):
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.attended
         self.site, self.layer_group = name, context.layer_group
         self.soft_cap = config.attn_logit_softcapping
-        self.sinks: Tensor | None = None  # [n/t], what joins the sum of each head's softmax as exp(sink)
+        self.sinks: Tensor | None  # [n/t], what joins the sum of each head's softmax as exp(sink)
         if config.softmax_type == "learnable":
             held = split_evenly(heads, context.layer_group.rank, context.layer_group.size)
             spec = ShardSpec.split((heads,), {0: held})
@@ -87,6 +87,8 @@ class Attention(ShardedModule):
         elif config.softmax_type == "off-by-one":
             zeros = torch.zeros(heads // context.layer_group.size, device=context.device)
             self.register_buffer("sinks", zeros, persistent=False)
+        else:
+            self.sinks = None
         self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
