@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 from rich.console import Console
 
 from megacore.commands.tool import ToolParser, float_or_nan, positive, run_tool
+from megacore.config.parallel import V_SCHEDULES
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.terminal import LEAST_WIDTH, render
 from megacore.drawing.timelines import Panel, diagram
@@ -92,6 +93,11 @@ def _require_fitting_flags(args: argparse.Namespace) -> None:
     if source == "schedule" and missing:
         raise UserError(f"--schedule {args.schedule} needs {' and '.join(missing)}: as in --pp 4 --microbatches 8")
     virtual = args.virtual_stages or 1
+    if args.schedule in V_SCHEDULES:
+        if args.virtual_stages not in (None, 2):
+            raise UserError(f"--schedule {args.schedule} has 2 stages on each rank: use --virtual-stages 2")
+        args.virtual_stages = 2
+        return
     if args.schedule == "interleaved" and virtual == 1:
         raise UserError("--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more")
     if source == "schedule" and args.schedule != "interleaved" and virtual > 1:

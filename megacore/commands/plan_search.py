@@ -16,7 +16,7 @@ from megacore.commands.tool import positive
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors
-from megacore.config.parallel import AUTO_SCHEDULE
+from megacore.config.parallel import AUTO_SCHEDULE, STAGED_SCHEDULES
 from megacore.config.solve import Searched
 from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
@@ -73,7 +73,7 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
             yield from ParallelConfig(**{name: given[name]}).wrong_fields().values()
     schedule, virtual = given.get("schedule", AUTO_SCHEDULE), given.get("virtual_stages", 1)
     yield from _without_effect_in_search(args, given)
-    if virtual > 1 and schedule not in ("interleaved", AUTO_SCHEDULE):
+    if virtual > 1 and schedule not in (*STAGED_SCHEDULES, AUTO_SCHEDULE):
         yield (
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: leave it out, or use "
             "--schedule interleaved"

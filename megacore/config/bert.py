@@ -226,7 +226,7 @@ class BertConfig(Config):
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults of the given style, or of the classic one."""
-        return dict(_DEFAULTS.get(given.get("bert_style", "classic"), {}))
+        return super().defaults(given) | _DEFAULTS.get(given.get("bert_style", "classic"), {})
 
     @classmethod
     def all_defaults(cls) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from megacore.config.lora import LORA_RULES
 from megacore.config.messages import counted, divisors, number, one_of
 from megacore.config.model import MUP_OPTIMIZERS
 from megacore.config.optimizers import OPTIMIZERS, sections_read
+from megacore.config.parallel import V_SCHEDULES
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, message, multiples_of, up_to
 from megacore.config.rampup import ramp_problems
@@ -228,6 +229,15 @@ LAYOUT_RULES: Sequence[Rule] = (
     AtMost("pp", "num_layers", when=("pipeline_layout=None",), use=("more",)),
     _stages,
     _recomputed,
+    *(
+        Excludes(
+            f"schedule={name} recompute=full schedule_csv=None",
+            "{0} splits backward, for which {1} would compute a block again for each of its operators",
+            use("recompute", "light"),
+            Change("--schedule interleaved --virtual-stages 2", {"schedule": "interleaved", "virtual_stages": 2}),
+        )
+        for name in V_SCHEDULES
+    ),
     Excludes(
         "distribute_saved_activations tp=1",
         "{0} has no effect with {1}",

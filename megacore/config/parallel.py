@@ -21,7 +21,11 @@ _LONGEST_TRIED = 8  # pipeline, as a way out
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps", "mtia", "hpu", "npu", "mlu", "musa")
 """Torch's names of devices that a plan knows. A run may have another, which an extension of torch brings."""
 
-ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
+ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
+V_SCHEDULES: Sequence[ScheduleName] = ("zb-v", "dualpipev")
+"""Those in which the stages go down the ranks and up again: rank r holds stage r, and the r-th from the end."""
+STAGED_SCHEDULES: Sequence[ScheduleName] = ("interleaved", *V_SCHEDULES)
+"""Those with several stages on a rank."""
 
 
 def _host_memory(c: Settings) -> Iterator[str]:
@@ -34,10 +38,16 @@ def _host_memory(c: Settings) -> Iterator[str]:
 
 
 def _virtual_stages(c: Settings) -> Iterator[str]:
-    """That several stages on a rank need a pipeline, and a schedule that interleaves them."""
+    """That several stages on a rank need a pipeline, and a schedule that has them."""
     virtual, from_file = c.virtual_stages, c.schedule_csv is not None
-    is_interleaved = c.schedule == "interleaved" and not from_file
-    if virtual == 1 or from_file or is_interleaved:
+    is_staged, is_v = (c.schedule in kind and not from_file for kind in (STAGED_SCHEDULES, V_SCHEDULES))
+    if is_v and virtual != 2:
+        yield Problem(
+            f"--schedule {c.schedule} has 2 stages on each rank, and not --virtual-stages {virtual}",
+            Change("use --virtual-stages 2", {"virtual_stages": 2}),
+            Change("--schedule interleaved", {"schedule": "interleaved"}),
+        )
+    if virtual == 1 or from_file or is_staged:
         pass
     elif c.pp == 1:
         change: Change | None = None
@@ -54,11 +64,11 @@ def _virtual_stages(c: Settings) -> Iterator[str]:
             Change("--schedule interleaved", {"schedule": "interleaved"}),
         )
     if virtual > 1 and c.pp == 1:
-        without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_interleaved else {})
+        without = {"virtual_stages": 1} | ({"schedule": AUTO_SCHEDULE} if is_staged else {})
         yield Problem(
-            f"--virtual-stages {virtual} needs a pipeline",
+            f"--schedule {c.schedule} needs a pipeline" if is_v else f"--virtual-stages {virtual} needs a pipeline",
             Values(name="pp", among=range(2, 66), near=1, bound="or more"),
-            Change(f"leave {'--schedule and ' if is_interleaved else ''}--virtual-stages out", without),
+            Change(f"leave {'--schedule and ' if is_staged else ''}--virtual-stages out", without),
         )
 
 
@@ -98,10 +108,11 @@ class ParallelConfig(Section):
     """Ranks that split each expert: --tp or 1. 1 needs --sequence-parallel where --tp is above 1. Default: --tp."""
     schedule: Annotated[ScheduleName, Needs(schedule_csv=None)] = "auto"
     """Pipeline schedule. gpipe: all forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b
-    over --virtual-stages stages per rank. zero-bubble: ZB-H1; with --recompute full it is 1f1b. auto: the fastest by
-    simulation that fits into memory."""
+    over --virtual-stages stages per rank. zero-bubble: ZB-H1; with --recompute full it is 1f1b. zb-v, dualpipev: two
+    stages per rank, down the ranks and up again. auto: the fastest by simulation that fits into memory."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
-    """Stages on each pipeline rank: at least 2 for --schedule interleaved. --schedule auto chooses it."""
+    """Stages on each pipeline rank: at least 2 for --schedule interleaved. --schedule auto chooses it. Default: 2 with
+    --schedule zb-v and dualpipev, else 1."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """Reads the pipeline schedule from a CSV file: one row per rank, one computation per cell (0F0,0F1,0B0,0B1).
     Default: no file."""
@@ -161,7 +172,7 @@ class ParallelConfig(Section):
     @property
     def may_split_backward(self) -> bool:
         """Whether the schedule may compute the gradients of inputs and of weights separately."""
-        return self.schedule == "zero-bubble" or self.schedule_csv is not None
+        return self.schedule in ("zero-bubble", *V_SCHEDULES) or self.schedule_csv is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
-from megacore.config.parallel import ParallelConfig, ResolvedParallel
+from megacore.config.parallel import V_SCHEDULES, ParallelConfig, ResolvedParallel
 from megacore.config.parameter_groups import ParameterGroups
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
@@ -158,7 +158,7 @@ class Config:
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Values by field that replace the defaults of the sections. They may depend on the given values."""
-        return {}
+        return {"virtual_stages": 2} if given.get("schedule") in V_SCHEDULES else {}
 
     @classmethod
     def all_defaults(cls) -> dict[str, dict[str, Any]]:

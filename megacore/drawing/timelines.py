@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
-from megacore.pipeline.schedule import Op, transfers_of
+from megacore.pipeline.schedule import Op, Placement, transfers_of
 from megacore.pipeline.simulator import Span, Timeline
 
 # Told apart by people who see no red or no green as well, and in print by their brightness.
@@ -84,6 +84,7 @@ class Panel:
     bubble: str
     timeline: Timeline  # when which rank computes what
     virtual_stages: int = 1  # stages per rank, which differ in shade
+    is_v: bool = False  # whether they are placed as a V
     # Time of a message between stages, to draw each as a line from rank to rank; None: draw none.
     transfer: float | None = None
     left_out: LeftOut | None = None  # a part of the step that the time line does not have, if there is one panel
@@ -145,12 +146,12 @@ class _Painter:
 
     def _messages(self, top: float) -> None:
         """A line for each message, from the end of what made it to its arrival at the other rank."""
-        stages = self.ranks * self.panel.virtual_stages
+        placement = Placement(self.ranks, self.panel.virtual_stages, self.panel.is_v)
         for span in chain.from_iterable(self.panel.timeline.spans):
-            transfer = transfers_of(span.action, stages)
+            transfer = transfers_of(span.action, placement)
             if transfer is None:
                 continue
-            rank, other = (action.stage % self.ranks for action in transfer)
+            rank, other = (placement.rank_of(action.stage) for action in transfer)
             y1, y2 = (top + number * self.pitch + self.row / 2 for number in (rank, other))
             pieces = self.scale.pieces(span.end, span.end + (self.panel.transfer or 0.0))
             if len(pieces) == 1:

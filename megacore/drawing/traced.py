@@ -11,6 +11,7 @@ from megacore.pipeline.simulator import Timeline, simulate
 from megacore.pipeline.trace_file import read_trace
 
 TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
+TITLES |= {"zb-v": "Zero bubble in a V (ZB-V)", "dualpipev": "DualPipeV"}
 
 
 def traced_panels(path: Path, step: int | None = None) -> list[Panel]:

@@ -246,7 +246,7 @@ class _Case:
 
         with ExitStack() as stack:
             for chunk in self._model.chunks:
-                stage = self._model.stages[chunk.number * mesh.pipeline.size + mesh.pipeline.rank]
+                stage = self._model.stages[self._model.runtime.stages[chunk.number]]
                 for layer, name, module in zip(stage, chunk.names, chunk.layers, strict=True):
                     stack.enter_context(_hooked(module, look(layer, name)))
             self._model.runtime.evaluate([self._microbatches[number]])

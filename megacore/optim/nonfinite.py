@@ -57,8 +57,7 @@ def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mes
     entries = []
     for (kind, name), (count, size) in bad.items():
         if count and not (kind == ROUNDED and bad[WEIGHT, name][0]):
-            chunk, position = data_parallel.place_of(name)
-            stage = chunk * mesh.pipeline.size + mesh.pipeline.rank
+            stage, position = data_parallel.place_of(name)
             entries.append(NonFinite(stage, position, mesh.world.rank, kind, name, count, size))
     return sorted(each for of_rank in all_gather_objects(entries, mesh.world) for each in of_rank)
 
@@ -144,14 +143,6 @@ def largest_weight(data_parallel: DataParallel, mesh: Mesh) -> LargestWeight:
 # ---- gradients
 
 
-class _Source(NamedTuple):
-    """A gradient that is not finite on a rank: the number of its stage, and of its parameter on the rank."""
-
-    stage: int
-    position: int
-    name: str
-
-
 class Culprit(NamedTuple):
     """The parameter and the rank of a gradient that is not finite, and all ranks that have one."""
 
@@ -169,21 +160,20 @@ class _LargestEntry(NamedTuple):
 
 
 class _RankReport(NamedTuple):
-    first: _Source | None
+    first: NonFiniteGradient | None
     largest: _LargestEntry
 
 
 def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
     """The first gradient of the finished backward that was not finite, of all ranks, which call this together."""
-    source = _source_of(data_parallel.non_finite_gradient(), mesh)
-    return _first_of(all_gather_objects(source, mesh.world))
+    return _first_of(all_gather_objects(data_parallel.non_finite_gradient(), mesh.world))
 
 
 def describe_source(data_parallel: DataParallel, mesh: Mesh, *, loss_is_finite: bool, scaled: bool) -> str:
     """The first value of the last backward that is not finite, over all ranks, in words; all ranks call this together.
     `data_parallel`: holds the gradients, summed over replicas. `loss_is_finite`: whether the loss of all ranks is.
     `scaled`: whether the gradients have a loss scale as a factor."""
-    options, first = data_parallel.options, _source_of(data_parallel.non_finite_gradient(), mesh)
+    options, first = data_parallel.options, data_parallel.non_finite_gradient()
     reports = all_gather_objects(_RankReport(first, _largest_entry(data_parallel)), mesh.world)
     value, name = max(report.largest for report in reports)
     if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
@@ -209,16 +199,10 @@ def _largest_entry(data_parallel: DataParallel) -> _LargestEntry:
     return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
 
 
-def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
-    if local is None:
-        return None
-    return _Source(local.chunk * mesh.pipeline.size + mesh.pipeline.rank, local.position, local.name)
-
-
-def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
+def _first_of(sources: Sequence[NonFiniteGradient | None]) -> Culprit | None:
     """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
     ranked = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
     if not ranked:
         return None
-    source, negative_rank = max(ranked, key=lambda pair: (pair[0][:2], pair[1]))
+    source, negative_rank = max(ranked, key=lambda pair: (pair[0].stage, pair[0].position, pair[1]))
     return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in ranked))

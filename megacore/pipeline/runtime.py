@@ -23,7 +23,7 @@ from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.backward import WeightHalf, accumulate_gradients, input_half
 from megacore.pipeline.schedule import Action, Kind, Op, Schedule, Timed, build_schedule, peer_stage
-from megacore.pipeline.schedule_file import training_schedule
+from megacore.pipeline.schedule_file import placement, training_schedule
 from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
 from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
 from megacore.pipeline.validation import prove
@@ -90,9 +90,9 @@ class ActionObserver(Protocol):
 
 
 class PipelineRuntime:
-    """Runs microbatches through this rank's stages. `chunks`: the stages of this rank, each stage s = chunk number x p
-    + rank. `transport`: how tensors reach the other stages. `task`: the model's input and loss, and the shapes that
-    stages exchange."""
+    """Runs microbatches through this rank's stages. `chunks`: the stages of this rank, in the order of the forward.
+    `transport`: how tensors reach the other stages. `task`: the model's input and loss, and the shapes that stages
+    exchange."""
 
     def __init__(
         self,
@@ -104,7 +104,10 @@ class PipelineRuntime:
         task: PipelineTask,
     ) -> None:
         self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
-        self.last_stage = len(chunks) * group.size - 1
+        self.placement = placement(parallel)
+        self.stages = self.placement.stages_of(group.rank)  # numbers of the chunks among the stages of the model
+        self.last_stage = self.placement.stages - 1
+        self.holds_loss = self.stages[-1] == self.last_stage
         self.timer = ActionTimer(transport.device)  # when each computation of a step ran
         # Of the last training step's microbatches by their number, summed, on the device; on the last stage.
         self.losses: dict[int, Tensor] = {}
@@ -164,10 +167,11 @@ class PipelineRuntime:
 
     def _plan(self, microbatches: int, *, trains: bool) -> _Plan:
         if (trains, microbatches) not in self._plans:
+            forward = "forward-only-v" if self.placement.is_v else "forward-only"
             schedule = (
                 training_schedule(self._parallel, microbatches)
                 if trains
-                else build_schedule("forward-only", self.group.size, microbatches, len(self.chunks))
+                else build_schedule(forward, self.group.size, microbatches, len(self.chunks))
             )
             prove(schedule, trains=trains)
             self._plans[trains, microbatches] = _Plan(schedule, list(schedule.action_groups(self.group.rank)))
@@ -377,13 +381,17 @@ class _Run:
                 self.arrivals[action.op, action.stage, action.microbatch] = next(arrivals)
 
     def arrived(self, receive: Action) -> tuple[Tensor, ...]:
-        """The tensors of a receive, once they may be read."""
+        """The tensors of a receive, once they may be read; or of this rank's stage before or after, where a V turns."""
+        sender, rank_of = peer_stage(receive), self.runtime.placement.rank_of
+        if rank_of(sender) == rank_of(receive.stage):
+            sent = Op.SEND_OUTPUT if receive.op is Op.RECV_INPUT else Op.SEND_GRAD
+            return self.to_send.pop((sent, sender, receive.microbatch))
         arrival = self.arrivals.pop((receive.op, receive.stage, receive.microbatch))
         with self.runtime.timer.waiting(receive):
             return arrival.wait()
 
     def as_transfer(self, action: Action) -> Transfer:
-        peer = peer_stage(action) % self.plan.schedule.ranks
+        peer = self.runtime.placement.rank_of(peer_stage(action))
         if action.op is Op.RECV_INPUT:
             return Receive(peer, self.input_specs(action, action.stage))
         if action.op is Op.RECV_GRAD:

@@ -9,11 +9,14 @@ Nothing here touches a tensor. These functions write the lists, `validation.py` 
 | 1f1b | Narayanan et al. 2021, arXiv 2104.04473, section 2.2 | (p - 1) / m | p - r |
 | interleaved | the same, section 2.2.2 | (p - 1) / (v m) | more, of smaller stages |
 | zero-bubble | ZB-H1: Qi et al. 2023, arXiv 2401.10241, section 2 | (p - 1) (f + b - w) / (m (f + b + w)) | p - r |
+| zb-v | ZB-V: the same, section 6, and Qi et al. 2024, arXiv 2405.15362 | (p - 1) / (6 m) for f = b = w | p |
+| dualpipev | DeepSeek-V3: arXiv 2412.19437, section 3.2.1, cut in half | (p - 1) / (6 m) for f = b = w | p + 1/2 |
 
 p ranks, m microbatches, v stages per rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. In
 flight are the microbatches between a forward and its input gradient. What weight gradients need is kept until they are
-computed: with zero-bubble for up to p microbatches on every rank, with the others for those in flight. The last two
-shares hold from m = p on; with fewer microbatches they are larger, by as much as the simulator tells.
+computed: with zero-bubble for up to p microbatches on every rank, with the others for those in flight. The shares of
+interleaved and zero-bubble hold from m = p on, the last two from m = 2 p on; with fewer microbatches they are larger,
+by as much as the simulator tells.
 
 A schedule orders computations; `with_transfers` adds the sends and receives, the same way for all. Every transfer is
 one event in a global order that is consistent with the order of computations, and each rank's list is the part of that
@@ -24,12 +27,14 @@ the strictest rule any backend has. A receive is posted once the other rank has 
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
+from megacore.config.parallel import V_SCHEDULES
 from megacore.errors import UserError
 
 # ---- actions, and what each depends on
@@ -81,20 +86,48 @@ class Action:
         return f"{self.op.value} {preposition} {self.stage}F{self.microbatch}"
 
 
+class Placement(NamedTuple):
+    """Which rank holds which stage. A microbatch passes all ranks v times: from the first to the last or, in a V, every
+    second time back. Where a V turns, a rank hands on to itself."""
+
+    ranks: int  # number of pipeline ranks p
+    virtual_stages: int = 1  # stages per rank, v
+    is_v: bool = False
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        passage, place = divmod(stage, self.ranks)
+        return self._mirrored(passage, place)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in the order of the forward."""
+        return [passage * self.ranks + self._mirrored(passage, rank) for passage in range(self.virtual_stages)]
+
+    def _mirrored(self, passage: int, place: int) -> int:
+        return self.ranks - 1 - place if self.is_v and passage % 2 else place
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What every rank does, in order. Stage s is on rank s mod p: with v stages per rank a microbatch passes v
-    times."""
+    """What every rank does, in order."""
 
     name: str
     ranks: int  # number of pipeline ranks p
     virtual_stages: int  # stages per rank, v
     microbatches: int  # number of microbatches m
     actions: tuple[tuple[Action, ...], ...]  # of each rank
+    is_v: bool = False  # whether its stages are placed as a V
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.ranks, self.virtual_stages, self.is_v)
 
     @property
     def stages(self) -> int:
-        return self.ranks * self.virtual_stages
+        return self.placement.stages
 
     def computations(self, rank: int) -> list[Action]:
         return [action for action in self.actions[rank] if not action.op.is_transfer]
@@ -138,14 +171,18 @@ def first_backward(schedule: Schedule) -> int | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
-def transfers_of(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """The send and the receive that follow a computation; None if no other stage needs its result."""
+def transfers_of(action: Action, placement: Placement) -> tuple[Action, Action] | None:
+    """The send and the receive that follow a computation; None if no stage of another rank needs its result."""
     stage, i = action.stage, action.microbatch
-    if action.op is Op.FORWARD and stage < stages - 1:
-        return Action(Op.SEND_OUTPUT, i, stage), Action(Op.RECV_INPUT, i, stage + 1)
-    if action.op in (Op.BACKWARD, Op.INPUT_GRAD) and stage > 0:
-        return Action(Op.SEND_GRAD, i, stage), Action(Op.RECV_GRAD, i, stage - 1)
-    return None
+    if action.op is Op.WEIGHT_GRAD:
+        return None
+    is_forward = action.op is Op.FORWARD
+    other = stage + 1 if is_forward else stage - 1
+    if not 0 <= other < placement.stages or placement.rank_of(other) == placement.rank_of(stage):
+        return None
+    if is_forward:
+        return Action(Op.SEND_OUTPUT, i, stage), Action(Op.RECV_INPUT, i, other)
+    return Action(Op.SEND_GRAD, i, stage), Action(Op.RECV_GRAD, i, other)
 
 
 def message(transfer: Action) -> Key:
@@ -170,7 +207,7 @@ def peer_stage(transfer: Action) -> int:
 
 # ---- the schedules
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", *V_SCHEDULES)
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
@@ -222,6 +259,71 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return [*actions, *weights]
 
 
+def zb_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """ZB-V: every microbatch goes down the ranks and up again, so that the first rank is the first to go backward. A
+    rank keeps the activations of at most p microbatches, as the first rank of 1F1B."""
+    below, count = ranks - rank, max(microbatches, 2 * ranks - 1)
+    return _in_phases(
+        rank,
+        ranks,
+        microbatches,
+        ("F0", 2 * below - 1),
+        ("F1 F0", rank),
+        ("F1 I1 W", below),
+        ("F0 I0 W F1 I1 W", count - ranks - below + 1),
+        ("I0 W F1 I1 W", below - 1),
+        ("I0 I1", rank),
+        ("I0 W", below),
+        ("W", 2 * rank),
+    )
+
+
+def dualpipev(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """DualPipe, cut in half: a V in which each forward of one stage of a rank goes with a backward of its other one."""
+    below, count, whole = ranks - rank - 1, max(microbatches, 2 * ranks), (rank + 1) // 2
+    return _in_phases(
+        rank,
+        ranks,
+        microbatches,
+        ("F0", 2 * below),
+        ("F0 F1", rank + 1),
+        ("I1 W F1", below),
+        ("F0 B1 F1 B0", count - ranks - below),
+        ("B1 F1 B0", below),
+        ("B1 B0", whole),
+        ("I1 I0" if rank % 2 else "B1 I0", 1),
+        ("I1 I0", rank - whole),
+        ("W I0", below),
+        ("W", rank + 1),
+    )
+
+
+def forward_only_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """`forward_only` through a V."""
+    ahead = min(2 * (ranks - rank) - 1, microbatches)
+    return _in_phases(rank, ranks, microbatches, ("F0", ahead), ("F1 F0", microbatches - ahead), ("F1", ahead))
+
+
+def _in_phases(rank: int, ranks: int, microbatches: int, *phases: tuple[str, int]) -> list[Action]:
+    """The computations of a rank with two stages of a V. `phases`: words, and how often they come: `F0` is the next
+    forward of the rank's first stage, `B1` the next backward of its second, `I1` only its first half, `W` the half that
+    has waited longest. Those of further microbatches, with which a pipeline would be full, are left out."""
+    stages, done = Placement(ranks, 2, is_v=True).stages_of(rank), Counter[tuple[bool, int]]()
+    actions, waiting = list[Action](), deque[Action]()
+    for words, times in phases:
+        for word in words.split() * times:
+            if word == "W":
+                actions.append(waiting.popleft())
+                continue
+            op, stage = Op(word[0]), stages[int(word[1])]
+            key = op is Op.FORWARD, stage
+            actions.append(Action(op, done[key], stage))
+            done[key] += 1
+            if op is Op.INPUT_GRAD:
+                waiting.append(Action(Op.WEIGHT_GRAD, actions[-1].microbatch, stage))
+    return [action for action in actions if action.microbatch < microbatches]
+
+
 def forward_only(rank: int, ranks: int, microbatches: int, virtual_stages: int = 1) -> list[Action]:
     """Evaluation: every microbatch forward through the rank's stages, nothing kept."""
     training = interleaved(rank, ranks, microbatches, virtual_stages)
@@ -230,19 +332,30 @@ def forward_only(rank: int, ranks: int, microbatches: int, virtual_stages: int =
 
 def rank_order(name: str, rank: int, ranks: int, microbatches: int, *, virtual_stages: int = 1) -> list[Action]:
     """The computations of one rank, in order; arguments as for `build_schedule`."""
-    assert virtual_stages == 1 or name in ("interleaved", "forward-only")
     if name in ("interleaved", "forward-only"):
         staged = interleaved if name == "interleaved" else forward_only
         return staged(rank, ranks, microbatches, virtual_stages)
-    plain = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zero-bubble": zero_bubble}
+    assert virtual_stages == 1 + (name in _IN_V)
+    plain = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zero-bubble": zero_bubble} | _IN_V
     return plain[name](rank, ranks, microbatches)
 
 
+_IN_V = {"zb-v": zb_v, "dualpipev": dualpipev, "forward-only-v": forward_only_v}
+
+
 def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """A schedule by name, transfers included. `name`: one of `SCHEDULES`, or `forward-only`. `microbatches`: at least
-    1. `virtual_stages`: per rank; more than 1 only with `interleaved` and `forward-only`."""
+    """A schedule by name, transfers included. `name`: one of `SCHEDULES`, `forward-only`, or `forward-only-v`.
+    `microbatches`: at least 1. `virtual_stages`: per rank; 2 in a V, and else more than 1 only with `interleaved` and
+    `forward-only`."""
     order = computations(name, ranks, microbatches, virtual_stages)
-    return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)
+    return with_transfers(
+        name, order, virtual_stages=virtual_stages, microbatches=microbatches, is_v=placement_of(name, ranks).is_v
+    )
+
+
+def placement_of(name: str, ranks: int, virtual_stages: int = 1) -> Placement:
+    """Where the stages of a schedule of `build_schedule` are; arguments as there."""
+    return Placement(ranks, virtual_stages, is_v=name in _IN_V)
 
 
 def computations(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> list[list[Action]]:
@@ -256,27 +369,36 @@ def computations(name: str, ranks: int, microbatches: int, virtual_stages: int =
 _DURATION = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
 
 
-def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stages: int, microbatches: int) -> Schedule:
+def with_transfers(
+    name: str, order: Sequence[Sequence[Action]], *, virtual_stages: int, microbatches: int, is_v: bool = False
+) -> Schedule:
     """A schedule from the computations of each rank. `order`: the computations of each rank, in order.
-    `virtual_stages`: stages per rank. Raises ScheduleError where the computations wait for each other."""
+    `virtual_stages`: stages per rank. `is_v`: whether they are placed as a V. Raises ScheduleError where the
+    computations wait for each other."""
     ranks = len(order)
-    stages = ranks * virtual_stages
+    placement = Placement(ranks, virtual_stages, is_v)
+    stages = placement.stages
     events: list[tuple[float, int, int, int, Action]] = []  # time, transfers first, tie break, rank, action
     for rank, (actions, starts) in enumerate(zip(order, start_times(order, stages), strict=True)):
         for action, start in zip(actions, starts, strict=True):
             events.append((start, 1, 0, rank, action))
-            pair = transfers_of(action, stages) if ranks > 1 else None
+            pair = transfers_of(action, placement)
             if pair is not None:
                 end = start + _DURATION[action.op]
                 unique = (action.stage * microbatches + action.microbatch) * 2 + (action.op is not Op.FORWARD)
-                events += [(end, 0, unique, side.stage % ranks, side) for side in pair]
+                events += [(end, 0, unique, placement.rank_of(side.stage), side) for side in pair]
     events.sort(key=lambda event: event[:4])
     lists: list[list[Action]] = [[] for _ in order]
     for *_, rank, action in events:
         lists[rank].append(action)
     actions_of_ranks = tuple(map(tuple, lists))
     return Schedule(
-        name=name, ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches, actions=actions_of_ranks
+        name=name,
+        ranks=ranks,
+        virtual_stages=virtual_stages,
+        microbatches=microbatches,
+        actions=actions_of_ranks,
+        is_v=is_v,
     )
 
 

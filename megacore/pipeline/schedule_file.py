@@ -1,7 +1,7 @@
 """A user's schedule from a CSV file: one row per rank, one computation per cell, in the order of execution. `0F0` is
 the forward of microbatch 0 at stage 0, `2B1` the backward of microbatch 1 at stage 2, or `2I1` and later `2W1` its two
-halves; empty cells are skipped. Sends and receives are added, and the schedule is proven, as for the built-in ones.
-Read without torch."""
+halves; empty cells are skipped. Stages go round the ranks, or down and up again where the first rank holds the last
+one. Sends and receives are added, and the schedule is proven, as for the built-in ones. Read without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.files import unreadable
-from megacore.pipeline.schedule import Action, Op, Schedule, ScheduleError, build_schedule, with_transfers
+from megacore.pipeline.schedule import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    placement_of,
+    with_transfers,
+)
 from megacore.pipeline.validation import prove
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
@@ -39,12 +48,15 @@ def load_schedule(path: Path) -> Schedule:
             f"{path} has {stages} stages on {len(order)} ranks: stage s lies on rank s mod {len(order)}, "
             "so that the number of stages must be a multiple of the number of rows"
         )
+    virtual = stages // len(order)
+    is_v = virtual == 2 and len(order) > 1 and any(action.stage == stages - 1 for action in order[0])
+    placement = Placement(len(order), virtual, is_v)
     microbatches = 1 + max(action.microbatch for row in order for action in row)
     try:
         for rank, row in enumerate(order):
-            if strays := [action for action in row if action.stage % len(order) != rank]:
-                raise ScheduleError(f"rank {rank}: {strays[0]} belongs on rank {strays[0].stage % len(order)}")
-        schedule = with_transfers(path.stem, order, virtual_stages=stages // len(order), microbatches=microbatches)
+            if strays := [action for action in row if placement.rank_of(action.stage) != rank]:
+                raise ScheduleError(f"rank {rank}: {strays[0]} belongs on rank {placement.rank_of(strays[0].stage)}")
+        schedule = with_transfers(path.stem, order, virtual_stages=virtual, microbatches=microbatches, is_v=is_v)
         prove(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
@@ -69,6 +81,13 @@ def check_schedule(config: ResolvedConfig) -> None:
             f"{there[2]} microbatches per replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
             f"and {here[2]}"
         )
+
+
+def placement(parallel: ParallelConfig) -> Placement:
+    """Which pipeline rank holds which stage. Raises ScheduleError as `load_schedule`."""
+    if parallel.schedule_csv is not None:
+        return load_schedule(Path(parallel.schedule_csv)).placement
+    return placement_of(parallel.schedule_name, parallel.pp, parallel.virtual_stages)
 
 
 _built_schedule = lru_cache(maxsize=4)(build_schedule)  # the launch summary asks for it, and then the runtime

@@ -4,24 +4,24 @@ the others; the next stage runs on zeros of these. A layer that cannot be used i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from megacore.errors import UserError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
-from megacore.pipeline.transport import Transport
+from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.stage import TensorSpec, tensors_of
 
 Specs = tuple[TensorSpec, ...]
 
 
 class StageShapes:
-    """The specs of the inputs of every stage, by those of the model's input. `chunks`: the stages of this rank."""
+    """The specs of the inputs of every stage, by those of the model's input. `runtime`: of this rank's stages."""
 
-    def __init__(self, chunks: Sequence[Stage], transport: Transport) -> None:
-        self._chunks, self._transport = chunks, transport
+    def __init__(self, runtime: PipelineRuntime) -> None:
+        self._chunks, self._transport, self._placement = runtime.chunks, runtime.transport, runtime.placement
         self._known: dict[Specs, list[Specs]] = {}
         self._cause: Exception | None = None
 
@@ -40,11 +40,12 @@ class StageShapes:
         a layer fails, or returns what cannot be sent; with the same message on every rank."""
         group = self._transport.group
         outputs: list[Specs] = []
-        for stage in range(len(self._chunks) * group.size):
+        for stage in range(self._placement.stages):
             answer: Specs | str = ""
-            if stage % group.size == group.rank:
+            holder = self._placement.rank_of(stage)
+            if holder == group.rank:
                 answer = self._try(stage // group.size, self._zeros(outputs[-1]) if outputs else first)
-            answer = all_gather_objects(answer, group)[stage % group.size]
+            answer = all_gather_objects(answer, group)[holder]
             if isinstance(answer, str):
                 raise UserError(answer) from self._cause
             outputs.append(answer)

@@ -138,7 +138,8 @@ class Simulator:
         ranks, steps = len(order), list[_Step]()
         number: dict[Key, int] = {}  # of the step that makes it, from 1
         for rank, action, needed in possible_order(order, stages):
-            steps.append(_Step(rank, action, tuple(number[key] for key in needed if key[1] % ranks != rank)))
+            made = (number[key] for key in needed)
+            steps.append(_Step(rank, action, tuple(step for step in made if steps[step - 1].rank != rank)))
             number[result(action)] = len(steps)
         return cls(ranks, steps)
 
@@ -208,7 +209,7 @@ class _Machine:
         return True
 
     def _transfer(self, rank: int, action: Action) -> None:
-        other = peer_stage(action) % self._schedule.ranks
+        other = self._schedule.placement.rank_of(peer_stage(action))
         if action.op.is_receive:
             self._expected[rank][message(action)] = other, self._posted[other, rank]
             self._posted[other, rank] += 1

@@ -77,6 +77,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
     about = {
         "schedule": schedule.name,
         "virtual_stages": schedule.virtual_stages,
+        **({"placement": "v"} if schedule.is_v else {}),
         "microbatches": schedule.microbatches,
     }
     content = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
@@ -219,7 +220,8 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
     try:
         spans = _rows([(rank, span) for number, rank, span in spans_of if number == chosen], list(rank_of.values()))
         order = [[span.action for span in row] for row in spans]
-        schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
+        is_v = about.get("placement") == "v"
+        schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches, is_v=is_v)
         prove(schedule)
     except ScheduleError as error:
         raise UserError(f"--from-trace {path} is not whole: {error}") from None

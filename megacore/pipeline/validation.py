@@ -35,8 +35,8 @@ def prove(schedule: Schedule, *, trains: bool = True) -> None:
                     f"rank {rank}: {action} does not exist: there are {schedule.microbatches} microbatches and "
                     f"{schedule.stages} stages, counted from 0"
                 )
-            if action.stage % schedule.ranks != rank:
-                raise ScheduleError(f"rank {rank}: {action} belongs on rank {action.stage % schedule.ranks}")
+            if (right := schedule.placement.rank_of(action.stage)) != rank:
+                raise ScheduleError(f"rank {rank}: {action} belongs on rank {right}")
     _require_each_once(schedule, trains)
     _require_local_order(schedule)
     simulate(schedule, Costs.uniform(schedule.stages))
@@ -63,27 +63,26 @@ def _peak(schedule: Schedule, rank: int, ends: set[Op]) -> int:
 
 def _require_each_once(schedule: Schedule, trains: bool) -> None:
     counts: dict[Op, Counter[tuple[int, int]]] = {op: Counter() for op in Op}
-    for actions in schedule.actions:
+    rank_of = schedule.placement.rank_of
+    for rank, actions in enumerate(schedule.actions):
         for action in actions:
             counts[action.op][action.stage, action.microbatch] += 1
             if counts[action.op][action.stage, action.microbatch] > 1:
-                raise ScheduleError(f"rank {action.stage % schedule.ranks} does {action} more than once")
+                raise ScheduleError(f"rank {rank} does {action} more than once")
     grads = counts[Op.BACKWARD] + counts[Op.INPUT_GRAD]
     required = [(Op.FORWARD, counts[Op.FORWARD])]
     if trains:
         required += [(Op.BACKWARD, grads), (Op.WEIGHT_GRAD, counts[Op.BACKWARD] + counts[Op.WEIGHT_GRAD])]
     elif backwards := [action for actions in schedule.actions for action in actions if action.op in _BACKWARDS]:
-        raise ScheduleError(f"rank {backwards[0].stage % schedule.ranks} does {backwards[0]}, but nothing is trained")
+        raise ScheduleError(f"rank {rank_of(backwards[0].stage)} does {backwards[0]}, but nothing is trained")
     for op, have in required:
         # One after the other up to the first that is missing: a slip in a number makes it a list of millions.
         for stage, i in product(range(schedule.stages), range(schedule.microbatches)):
             if (stage, i) not in have:
-                raise ScheduleError(f"rank {stage % schedule.ranks} never does {Action(op, i, stage)}")
+                raise ScheduleError(f"rank {rank_of(stage)} never does {Action(op, i, stage)}")
         for (stage, i), count in have.items():
             if count > 1:
-                raise ScheduleError(
-                    f"rank {stage % schedule.ranks} does {Action(op, i, stage)} twice, whole and in two"
-                )
+                raise ScheduleError(f"rank {rank_of(stage)} does {Action(op, i, stage)} twice, whole and in two")
 
 
 def _require_local_order(schedule: Schedule) -> None:
@@ -103,11 +102,10 @@ def _require_local_order(schedule: Schedule) -> None:
                 if key not in made:
                     raise ScheduleError(f"rank {rank}: {action} comes before its {key[0]} of stage {key[1]} is there")
             made.add(result(action))
-        if schedule.ranks > 1:
-            for action in schedule.computations(rank):
-                pair = transfers_of(action, schedule.stages)
-                if pair is not None and pair[0] not in moved:
-                    raise ScheduleError(f"rank {rank}: {pair[0]} is missing")
+        for action in schedule.computations(rank):
+            pair = transfers_of(action, schedule.placement)
+            if pair is not None and pair[0] not in moved:
+                raise ScheduleError(f"rank {rank}: {pair[0]} is missing")
 
 
 def _run_blocking(schedule: Schedule) -> None:
@@ -122,7 +120,7 @@ def _run_blocking(schedule: Schedule) -> None:
             return False
         waiting[rank] = []
         for action in runs[rank][step] if step < len(runs[rank]) else ():
-            other, side = peer_stage(action) % schedule.ranks, action.op.is_receive
+            other, side = schedule.placement.rank_of(peer_stage(action)), action.op.is_receive
             key = (other, rank, side) if side else (rank, other, side)
             waiting[rank].append((key, len(posted[key])))
             posted[key].append(action)

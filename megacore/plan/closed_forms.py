@@ -23,7 +23,8 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     """The formula of a built-in schedule, or None where none holds.
 
     Those of `interleaved` and `zero-bubble` hold from as many microbatches on as there are ranks, and the latter only
-    if a weight gradient takes no longer than a forward or an input gradient.
+    if a weight gradient takes no longer than a forward or an input gradient. That of `zb-v` and `dualpipev` holds from
+    twice as many on, if all three take as long.
 
     Args:
         schedule: one of `build_schedule`.
@@ -38,4 +39,6 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     if schedule.name == "zero-bubble" and m >= p and w <= min(f, b):
         waits, works = (p - 1) * (f + b - w), m * (f + b + w)
         return ClosedForm("(p − 1)(f + b − w) / (m (f + b + w) + (p − 1)(f + b − w))", waits / (works + waits))
+    if schedule.is_v and m >= 2 * p and f == b == w:
+        return ClosedForm("(p − 1) / (6 m + p − 1)", (p - 1) / (6 * m + p - 1))
     return None

@@ -16,6 +16,7 @@ from megacore.config.messages import counted
 from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.drawing.timelines import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule_file import placement
 from megacore.pipeline.simulator import Timeline
 from megacore.plan.memory import RankMemory
 from megacore.plan.plan_report import four_digits
@@ -153,6 +154,7 @@ def timeline_picture(plan: Plan) -> Drawing:
         bubble=said,
         timeline=line,
         virtual_stages=config.parallel.virtual_stages,
+        is_v=placement(config.parallel).is_v,
         transfer=transfer if is_pipeline else None,
         left_out=left_out,
     )

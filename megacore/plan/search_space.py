@@ -14,9 +14,11 @@ from typing import Any, Literal, TypeVar
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining, violations
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.messages import at_most, divisors, one_of
+from megacore.config.parallel import STAGED_SCHEDULES, V_SCHEDULES
 from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule_file import placement
 from megacore.plan.activations import block_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES
@@ -277,8 +279,8 @@ def variants(
         for stage, sequence, number in itertools.product(stages, split, range(len(shapes)))
     }
     for size, kind, stage, sequence, number in itertools.product(sizes, kinds, stages, split, range(len(shapes))):
-        if kind == "full" and shapes[number]["schedule"] == "zero-bubble":
-            continue  # 1F1B (Config.has_whole_backwards)
+        if kind == "full" and shapes[number]["schedule"] in ("zero-bubble", *V_SCHEDULES):
+            continue  # 1F1B (Config.has_whole_backwards), or not valid
         for one in parallels[stage, sequence, number]:
             yield Choice(parallel=one, training=trainings[size, kind])
 
@@ -294,9 +296,9 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
         {"schedule": name, "virtual_stages": v, "pipeline_balance": balance}
         for balance in balances
         for name in constraints.among("schedule", names)
-        if name != "interleaved" or balance == balances[0]
-        for v in (constraints.among("virtual_stages", VIRTUAL_STAGES) if name == "interleaved" else [1])
-        if pp * v <= config.model.num_layers
+        if name not in STAGED_SCHEDULES or balance == balances[0]
+        for v in (constraints.among("virtual_stages", VIRTUAL_STAGES) if name in STAGED_SCHEDULES else [1])
+        if pp * v <= config.model.num_layers and (v == 2 or name not in V_SCHEDULES)
     ]
 
 
@@ -382,7 +384,7 @@ class StagedModels:
         """The cut of a layout."""
         parts = self.parts(config)
         stages = self._stages_of(Choice(parallel=config.parallel, training=config.training))
-        key = id(parts), config.parallel.pp, id(stages)
+        key = id(parts), placement(config.parallel), id(stages)
         if key not in self._staged:
             self._staged[key] = StagedModel(config, parts, stages)
         return self._staged[key]

@@ -14,6 +14,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.partition import layer_kind, stage_ranges
+from megacore.pipeline.schedule_file import placement
 from megacore.plan.state import held_by_layer, held_experts
 from megacore.plan.whole_matrices import weights_taken_whole
 
@@ -103,6 +104,7 @@ class StagedModel:
         self._distinct_stages = layers if isinstance(layers, DistinctStages) else DistinctStages(config, layers)
         self.layers = self._distinct_stages.layers
         self.ranks = ranks_of_role("pipeline", config.parallel)
+        self.placement = placement(config.parallel)
         ranges = stage_ranges(self.layers, config) if stages is None else stages
         self.chunks = [self._distinct_stages.chunk(numbers) for numbers in ranges]
         self._on_rank: dict[int, RankStages] = {}
@@ -111,11 +113,12 @@ class StagedModel:
     def on_rank(self, config: ResolvedConfig, rank: int) -> RankStages:
         """What one pipeline rank holds; of the configuration only the degrees count."""
         if rank not in self._on_rank:
-            is_last = rank == (len(self.chunks) - 1) % self.ranks
-            self._on_rank[rank] = self._distinct_stages.on_rank(
-                config, self.chunks[rank :: self.ranks], is_last=is_last
-            )
+            is_last = rank == self.placement.rank_of(len(self.chunks) - 1)
+            self._on_rank[rank] = self._distinct_stages.on_rank(config, self._chunks_of(rank), is_last=is_last)
         return self._on_rank[rank]
+
+    def _chunks_of(self, rank: int) -> list[Chunk]:
+        return [self.chunks[stage] for stage in self.placement.stages_of(rank)]
 
     @cached_property
     def unlike_ranks(self) -> list[int]:
@@ -143,9 +146,9 @@ class StagedModel:
         return self._distinct[last]
 
     def _identity(self, rank: int) -> Hashable:
-        return tuple(map(id, self.chunks[rank :: self.ranks]))
+        return tuple(map(id, self._chunks_of(rank)))
 
     def _is_in(self, rank: int, other: int) -> bool:
         """Whether each stage of a rank has the last layers of that of another one, or all of them."""
-        pairs = zip(self.chunks[rank :: self.ranks], self.chunks[other :: self.ranks], strict=True)
+        pairs = zip(self._chunks_of(rank), self._chunks_of(other), strict=True)
         return all(one is larger or larger[-len(one) :] == one for one, larger in pairs)

@@ -55,9 +55,9 @@ def step_ends(
         stages: the times of each stage.
         speed: of the device.
     """
-    pp = config.parallel.pp
     for rank in staged.unlike_ranks:
-        yield _step_end(config, staged.on_rank(config, rank), stages[rank::pp], speed)
+        held = [stages[number] for number in staged.placement.stages_of(rank)]
+        yield _step_end(config, staged.on_rank(config, rank), held, speed)
 
 
 class _Update(NamedTuple):

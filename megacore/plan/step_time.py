@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.schedule import Schedule, build_schedule, computations
-from megacore.pipeline.schedule_file import load_schedule
+from megacore.pipeline.schedule_file import load_schedule, placement
 from megacore.pipeline.simulator import Costs, Simulator, Timeline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
@@ -158,7 +158,7 @@ class _Run(NamedTuple):
 
     stages: tuple[StageTime, ...]
     costs: Costs
-    on_busiest: range
+    on_busiest: Sequence[int]
     busiest_seconds: float
     parts: Parts
     length: float
@@ -166,12 +166,13 @@ class _Run(NamedTuple):
 
 @once_per("microbatches")
 def _run(config: ResolvedConfig, staged: StagedModel, speed: Speed, *, simulated: bool) -> _Run:
-    pp, m = config.parallel.pp, config.microbatches
+    m = config.microbatches
     stages = stage_times(config, staged.chunks, speed)
     costs = pipeline_costs(config, stages, speed)
-    busy = {rank: sum([stage.total for stage in stages[rank::pp]]) * m for rank in staged.unlike_ranks}
+    held = {rank: staged.placement.stages_of(rank) for rank in staged.unlike_ranks}
+    busy = {rank: sum([stages[number].total for number in numbers]) * m for rank, numbers in held.items()}
     busiest = max(busy, key=busy.__getitem__)
-    on_busiest = range(busiest, len(stages), pp)
+    on_busiest = held[busiest]
     length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
     parts = functools.reduce(Parts.__add__, (stages[number].sum for number in on_busiest)).times(m)
     return _Run(stages, costs, on_busiest, busy[busiest], parts, length)
@@ -306,7 +307,8 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
         return _simulator_of(config, m).end(costs)
     simulated = 2 * p + m % p, 3 * p + m % p
     before, end = (_simulator_of(config, count).end(costs) for count in simulated)
-    busiest = max(sum(per_microbatch[rank::p]) for rank in range(p))
+    stages_of = placement(parallel).stages_of
+    busiest = max(sum(per_microbatch[stage] for stage in stages_of(rank)) for rank in range(p))
     return end + (m - simulated[1]) / p * max(end - before, p * busiest)
 
 
@@ -316,5 +318,5 @@ def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> flo
     p, v = parallel.pp, parallel.virtual_stages
     rounds = max(1.0, p / m)
     f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))
-    idle = f + b - w if parallel.schedule == "zero-bubble" else f + b + w
+    idle = {"zero-bubble": f + b - w, "zb-v": max(f, b), "dualpipev": f + b - w}.get(parallel.schedule, f + b + w)
     return busy + (p - 1) * (max(idle, 0.0) + 2 * costs.transfer) * rounds + m * v * costs.transfer * (p > 1)

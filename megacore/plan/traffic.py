@@ -30,6 +30,7 @@ from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
 from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule_file import placement
 from megacore.plan.devices import Device
 from megacore.plan.roofline import Collective, Pattern, groups_between_nodes, transfer_seconds
 from megacore.plan.state import (
@@ -377,10 +378,10 @@ def _pipeline_message(config: ResolvedConfig, what: str, size: float) -> Sent:
     )
 
 
-def _from_rank(message: Sent, rank: int, *, count: int) -> Sent:
-    """Messages between a pipeline rank and the next one; that of the last is the first, where ranks have several
+def _between(message: Sent, source: int, target: int, *, count: int) -> Sent:
+    """Messages between neighbouring pipeline ranks. The last and the first are neighbours, where ranks have several
     stages."""
-    stage = message.stride
+    stage, rank = message.stride, source if (source + 1) % message.ranks == target else target
     if rank == message.ranks - 1:
         return replace(message, ranks=2, stride=rank * stage, count=count)
     return replace(message, ranks=2, among=range(rank * stage, (rank + 2) * stage), count=count)
@@ -455,25 +456,27 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
         rank: its number in the pipeline.
     """
     parallel, m = config.parallel, config.microbatches
-    stages = stage_ranges(layers, config)
+    stages, placed = stage_ranges(layers, config), placement(parallel)
     transfers: list[Sent] = []
-    chunks = [[layers[i] for i in numbers] for numbers in stages[rank :: parallel.pp]]
-    for number, held in zip(range(rank, len(stages), parallel.pp), chunks, strict=True):
+    numbers = placed.stages_of(rank)
+    chunks = [[layers[i] for i in stages[number]] for number in numbers]
+    for number, held in zip(numbers, chunks, strict=True):
         for layer, again in zip(held, recomputed_whole(config, held), strict=True):
             passes = layer_traffic(config, layer, again=again)
             transfers += [replace(sent, count=sent.count * m) for group in passes for sent in group]
-        if number > 0 and parallel.pp > 1:
-            transfers.append(_from_rank(stage_message(config), (rank - 1) % parallel.pp, count=m))
-        if number < len(stages) - 1 and parallel.pp > 1:
-            transfers.append(_from_rank(stage_message(config), rank, count=m))
+        if number > 0 and (before := placed.rank_of(number - 1)) != rank:
+            transfers.append(_between(stage_message(config), before, rank, count=m))
+        if number < len(stages) - 1 and (after := placed.rank_of(number + 1)) != rank:
+            transfers.append(_between(stage_message(config), rank, after, count=m))
             # With the activations: the document number of each position, or its position in the document.
             if beside := len(config.beside_hidden_states):
                 size = 8.0 * config.training.micro_batch_size * config.data.seq_length
                 message = _pipeline_message(config, "documents", size)
-                transfers.append(_from_rank(message, rank, count=m * beside))
+                transfers.append(_between(message, rank, after, count=m * beside))
     on_rank = list(itertools.chain(*chunks))
     held_here, routed = sum(map(sum, held_by_layer(chunks))), held_experts(config, on_rank)
-    both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
+    # Embedding and head, with one bucket of the former.
+    both = rank == 0 == placed.rank_of(len(stages) - 1) and bool(layers[-1].tied)
     replicas = replica_traffic(config, held_here - routed, used_twice=(layers[0].held or 0) if both else 0)
     of_experts = replica_traffic(config, routed, of_experts=True)
     transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
@@ -510,11 +513,12 @@ def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]
 def tied_gradients(config: ResolvedConfig) -> Sent | None:
     """The sum of the gradients of the tied table, on the first and the last pipeline rank; None where none is sent."""
     model, parallel = config.model, config.parallel
-    if model.untie_embeddings_and_output_weights or parallel.pp == 1:
+    placed = placement(parallel)
+    if model.untie_embeddings_and_output_weights or placed.rank_of(placed.stages - 1) == 0:
         return None
     t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
     size = float(term_bytes(config)) * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
-    return _from_rank(_pipeline_message(config, TIED, size), parallel.pp - 1, count=1)
+    return _between(_pipeline_message(config, TIED, size), parallel.pp - 1, 0, count=1)
 
 
 def _further_sums(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> list[Sent]:

@@ -113,15 +113,15 @@ def rank_kinds(config: ResolvedConfig) -> list[list[int]]:
     stages, degrees, pipeline = stage_ranges(layers, config), parallel.degrees, pipeline_dimension()
     schedule = training_schedule(parallel, _few(config))
 
-    def work(stage: int) -> Hashable:
+    def work(rank: int) -> Hashable:
         actions = tuple(
             (is_transfer, tuple((a.op, a.microbatch, a.stage // parallel.pp) for a in batch))
-            for is_transfer, batch in schedule.action_groups(stage)
+            for is_transfer, batch in schedule.action_groups(rank)
         )
-        held = [[layers[i] for i in numbers] for numbers in stages[stage :: parallel.pp]]
+        held = [[layers[i] for i in stages[number]] for number in schedule.placement.stages_of(rank)]
         return actions, tuple(tuple((layer.held, layer.shared, id(layer.block)) for layer in chunk) for chunk in held)
 
-    works = [work(stage) for stage in range(parallel.pp)]
+    works = [work(rank) for rank in range(parallel.pp)]
     ends = [range(degrees[d.name]) if d.divides == "stages" else sorted({0, degrees[d.name] - 1}) for d in DIMENSIONS]
     kinds: dict[Hashable, list[int]] = {}
     for numbers in itertools.product(*ends):

@@ -58,8 +58,9 @@ def traced_memory(
             like = [numbers for _, numbers in stages[rank]]
             found[rank] = _traced(config, held, profile, like, list(schedule.action_groups(rank)))
     if copies_logits:
-        last = found[staged.ranks - 1]
-        found[staged.ranks - 1] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))
+        holder = staged.placement.rank_of(len(staged.chunks) - 1)
+        last = found[holder]
+        found[holder] = dataclasses.replace(last, working=max(last.working, copied_logits(config)))
     return [found[rank] for rank in range(staged.ranks)]
 
 

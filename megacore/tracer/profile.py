@@ -27,6 +27,7 @@ from megacore.models.outline import ModelLayer, outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.schedule import Action, Op
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.traffic import recomputed_whole
@@ -82,7 +83,7 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
             lasting_gradients=log.state["grads"] / max(state["grads"], 1),
             updating=meter.peak - sum(state.values()),
             passes=_by_stage(log.passages, config),
-            messages=_messages(task, mesh, batch[0], len(stages)),
+            messages=_messages(task, step.model.runtime, batch[0]),
         )
 
 
@@ -205,17 +206,17 @@ def _stages(config: ResolvedConfig) -> Iterator[tuple[Sequence[ModelLayer], list
         yield held, alike(config, held)[0]
 
 
-def _messages(task: Task, mesh: Mesh, microbatch: Batch, stages: int) -> dict[tuple[Op, int], int]:
+def _messages(task: Task, runtime: PipelineRuntime, microbatch: Batch) -> dict[tuple[Op, int], int]:
     def size(stage: int, *, gradients: bool) -> int:
         specs = task.stage_input_specs(microbatch, stage)
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in specs if one.has_gradient or not gradients)
 
     found: dict[tuple[Op, int], int] = {}
-    for number, stage in enumerate(range(mesh.pipeline.rank, stages, mesh.pipeline.size)):
+    for number, stage in enumerate(runtime.stages):
         if stage > 0:
             found[Op.RECV_INPUT, number] = size(stage, gradients=False)
             found[Op.SEND_GRAD, number] = -size(stage, gradients=True)
-        if stage < stages - 1:
+        if stage < runtime.last_stage:
             found[Op.SEND_OUTPUT, number] = -size(stage + 1, gradients=False)
             found[Op.RECV_GRAD, number] = size(stage + 1, gradients=True)
     return found

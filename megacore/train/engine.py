@@ -115,7 +115,7 @@ class PipelineEngine:
             self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages  # numbers of the layers of every pipeline stage
-        self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
+        self._shapes = StageShapes(self.model.runtime)
         self.task.shapes = self._shapes
         # `grad_norm`: global gradient norm of the last step before clipping, an fp64 scalar.
         # `lr`: learning rate of the last step.
@@ -368,7 +368,7 @@ class PipelineEngine:
 
     def _prepare(self, microbatches: Sequence[Pair]) -> list[PlainMicrobatch]:
         """Move to the device what this rank needs there, and learn what stages will exchange."""
-        device, pipeline, readers = self.mesh.device, self.mesh.pipeline, self.mesh.batch
+        device, runtime, readers = self.mesh.device, self.model.runtime, self.mesh.batch
         batch = []
         ranks = self.sequence.group.size
         for position, (inputs, targets) in enumerate(microbatches):
@@ -378,8 +378,8 @@ class PipelineEngine:
             batch.append(
                 PlainMicrobatch(
                     index=(self.step * self.num_microbatches + position) * readers.size + readers.rank,
-                    inputs=moved(inputs, device) if pipeline.is_first else inputs,
-                    targets=moved(targets, device) if pipeline.is_last else targets,
+                    inputs=moved(inputs, device) if runtime.stages[0] == 0 else inputs,
+                    targets=moved(targets, device) if runtime.holds_loss else targets,
                     count=number.to(device, torch.float64, non_blocking=True)
                     if isinstance(number, Tensor)
                     else torch.full((), number, dtype=torch.float64, device=device),

@@ -29,6 +29,8 @@ from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.schedule import Placement
+from megacore.pipeline.schedule_file import placement
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
 from megacore.train.task import DTYPES, Task
@@ -52,12 +54,13 @@ class ParallelModel:
 def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
     """Build this rank's stages and everything that makes them take part in the whole."""
     stages = stage_ranges(task.layers, config)
-    held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
-    shared = _holders_of_tied(task.layers, stages, mesh)
+    placed = placement(config.parallel)
+    held = placed.stages_of(mesh.pipeline.rank)
+    shared = _holders_of_tied(task.layers, stages, placed, mesh)
     parameters: dict[str, ShardedParameter] = {}
     chunks = [
-        Stage([task.layers[i] for i in layers], parameters, number=number, build=False)
-        for number, layers in enumerate(held)
+        Stage([task.layers[i] for i in stages[stage]], parameters, number=number, build=False)
+        for number, stage in enumerate(held)
     ]
     offloads = config.training.offload_activations and mesh.device.type != "cpu"
     offload = Offload(mesh.device, task.streams) if offloads else None
@@ -67,6 +70,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         options=zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         separate=frozenset(shared),
+        stages=held,
     )
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     _check_groups(data_parallel.options.groups, parameters, mesh)
@@ -144,9 +148,11 @@ def recomputed_blocks(specs: Sequence[LayerSpec], config: ResolvedConfig) -> lis
     return blocks[: config.training.recompute_num_layers]
 
 
-def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
+def _holders_of_tied(
+    layers: Sequence[LayerSpec], stages: Sequence[range], placed: Placement, mesh: Mesh
+) -> dict[str, Holders]:
     """For each tied parameter that several ranks of the pipeline hold: which they are."""
-    rank_of = {number: stage % mesh.pipeline.size for stage, numbers in enumerate(stages) for number in numbers}
+    rank_of = {number: placed.rank_of(stage) for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
     positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):

@@ -298,7 +298,7 @@ class TrainStep:
             for batch in batches:
                 microbatches = [self.task.of_rank(microbatch) for microbatch in batch]
                 sums[0] += self.model.runtime.evaluate(microbatches)
-                if self.mesh.pipeline.is_last:
+                if self.model.runtime.holds_loss:
                     sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)
         all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
         values, counts = sums

@@ -18,6 +18,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
 from megacore.config.reproducible import canonical_blocks
+from megacore.pipeline.schedule_file import placement
 from megacore.train.step import TrainStep
 from megacore.verify import faults
 
@@ -76,7 +77,7 @@ def traits(config: ResolvedConfig) -> set[str]:
     found = {
         "replicas": replicas,
         "tp": tp,
-        "pp": pp,
+        "ends apart": placement(parallel).rank_of(parallel.pp * parallel.virtual_stages - 1) > 0,
         "cp": cp,
         "zero": zero,
         "ranks": parallel.ranks > 1,

@@ -279,7 +279,7 @@ def microbatch_order(steps: TrainStep, compute_gradients: Function) -> Function:
     """The last stage takes the last microbatch first."""
 
     def in_reverse(of: TrainStep, microbatches: Sequence[Any]) -> None:
-        compute_gradients(of, microbatches[::-1] if steps.mesh.pipeline.is_last else microbatches)
+        compute_gradients(of, microbatches[::-1] if steps.model.runtime.holds_loss else microbatches)
 
     return in_reverse
 

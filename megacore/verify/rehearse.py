@@ -31,7 +31,7 @@ from megacore.config.flags import all_fields
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.nodes import launcher_number
-from megacore.config.parallel import AUTO_SCHEDULE, ResolvedParallel
+from megacore.config.parallel import AUTO_SCHEDULE, STAGED_SCHEDULES, ResolvedParallel
 from megacore.config.rampup import RampupConfig
 from megacore.config.spelling import flag, flag_and_value
 from megacore.config.toml import save_toml
@@ -168,7 +168,7 @@ def _layout(parallel: ResolvedParallel, degrees: Mapping[str, int]) -> ResolvedP
     same_stages = pp * virtual == parallel.pp * parallel.virtual_stages
     changes: dict[str, Any] = dict(degrees)
     changes |= {} if same_stages else {"pipeline_layout": None, "schedule_csv": None}
-    if pp == 1 and parallel.schedule == "interleaved":
+    if pp == 1 and parallel.schedule in STAGED_SCHEDULES:
         changes["schedule"] = AUTO_SCHEDULE
     if degrees["cp"] == 1:
         changes["cp_comm"] = "auto"

@@ -57,7 +57,7 @@ class GradientObserver(Protocol):
 class NonFiniteGradient:
     """A parameter with a gradient that is not finite."""
 
-    chunk: int  # number of its pipeline stage on its rank
+    stage: int  # number of its pipeline stage
     position: int  # its number among the rank's parameters, in the order of their use
     name: str  # its global name
 
@@ -74,6 +74,7 @@ class DataParallel:
             in a large group (see `grown`); on stage 3 a bucket holds a layer.
         separate: global names of parameters that each get a separate bucket (tied ones, whose gradients are summed
             over pipeline ranks too).
+        stages: the numbers of the pipeline stages.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class DataParallel:
         options: ZeroOptions,
         bucket_bytes: int,
         separate: frozenset[str] = frozenset(),
+        stages: Sequence[int] = (0,),
     ) -> None:
-        self._mesh, self._separate = mesh, separate
+        self._mesh, self._separate, self._stages = mesh, separate, stages
         copies = options.offload and not options.offload_params and mesh.device.type != "cpu"
         self._downloads = torch.Stream(mesh.device) if copies else None
         self._streams = HostStreams(mesh.device) if options.offload_params else None
@@ -419,13 +421,12 @@ class DataParallel:
         if not positions:
             return None
         name = self.parameters[positions[-1]].spec.name
-        return NonFiniteGradient(chunk=self.place_of(name)[0], position=positions[-1], name=name)
+        return NonFiniteGradient(stage=self.place_of(name)[0], position=positions[-1], name=name)
 
     def place_of(self, name: str) -> tuple[int, int]:
-        """Where the forward uses a parameter: the pipeline stage on this rank, and the place among the rank's
-        parameters."""
+        """Where the forward uses a parameter: the pipeline stage, and the place among the rank's parameters."""
         position = next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
-        return self._bucket_of(name).chunk, position
+        return self._stages[self._bucket_of(name).chunk], position
 
     def _bucket_of(self, name: str) -> Bucket:
         return next(bucket for bucket in self.buckets if any(member.name == name for member in bucket.members))

@@ -41,6 +41,8 @@ WORDS: dict[str, Changes] = {
     "gpipe": {"schedule": "gpipe"},
     "zb": {"schedule": "zero-bubble"},
     "interleaved": {"schedule": "interleaved"},
+    "zb-v": {"schedule": "zb-v", "virtual_stages": 2},
+    "dualpipev": {"schedule": "dualpipev", "virtual_stages": 2},
     "offload": {"offload_optimizer": True},
     "waits": {"overlap_grad_reduce": False, "overlap_param_gather": False},
     "own-schedule": {"schedule_csv": str(Path(__file__).with_name("schedule.csv"))},

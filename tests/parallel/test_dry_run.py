@@ -30,6 +30,7 @@ Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
 LLAMA: Changes = {"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope"}
 SCHEDULES: dict[str, Changes] = {"gpipe": {}, "1f1b": {}, "interleaved": {"virtual_stages": 2}, "zero-bubble": {}}
+IN_A_V: Changes = {"virtual_stages": 2, "recompute": "light", "zero_stage": 3}
 RECOMPUTED: Sequence[Changes] = (LLAMA, {"recompute": "light"}, {"recompute": "full"}, {})
 
 
@@ -67,6 +68,7 @@ SMALL: Changes = {"hidden_size": 64, "vocab_size": 512, "num_layers": 2, "zero_s
 OFFLOADED: Changes = {"zero_stage": 3, "offload_optimizer": True, "offload_params": True, "precision": "bf16"}
 USUAL: list[Case] = [pair(2, 0), pair(3, 0), ((2, 1, 1), OFFLOADED), ((1, 1, 8), LLAMA | MUON | BUCKETS)]
 MORE: list[Case] = [
+    *(((1, 2, 2), {"schedule": name, **IN_A_V, "on_cpu": name == "zb-v"}) for name in ("zb-v", "dualpipev")),
     *(pair(row, shift) for shift in range(4) for row in range(4)),
     ((2, 1, 1), {"recompute": "full", "zero_stage": 1, "precision": "bf16"}),
     ((2, 1, 1), {"recompute": "selective", "reproducible": True, **LLAMA}),

@@ -62,8 +62,11 @@ def computed(row: list[Event]) -> list[Event]:
 
 
 CASES: list[Any] = [
-    ((1, 2, 2), "zero-bubble", 1),
-    *(pytest.param(((1, 2, 1), *schedule), marks=pytest.mark.slow) for schedule in (("1f1b", 1), ("interleaved", 2))),
+    ((1, 2, 2), "zb-v", 2),
+    *(
+        pytest.param(((1, 2, 1), *schedule), marks=pytest.mark.slow)
+        for schedule in (("zero-bubble", 1), ("interleaved", 2))
+    ),
 ]
 
 

@@ -44,7 +44,8 @@ EVEN = (1.0, 1.0, 1.0)
 # name, ranks, microbatches, virtual stages, costs of a rank, transfer
 CASES: list[tuple[str, int, int, int, tuple[float, float, float], float]] = [
     ("1f1b", 4, 8, 1, EVEN, 0.0), ("gpipe", 3, 5, 1, (1.0, 0.5, 0.25), 0.1), ("interleaved", 4, 6, 3, EVEN, 0.0),
-    ("zero-bubble", 4, 8, 1, (1.0, 1.2, 0.8), 0.0), ("1f1b", 12, 64, 1, EVEN, 0.0), ("1f1b", 1, 1, 1, EVEN, 0.0),
+    ("zero-bubble", 4, 8, 1, (1.0, 1.2, 0.8), 0.0), ("zb-v", 3, 6, 2, EVEN, 0.1),
+    ("1f1b", 12, 64, 1, EVEN, 0.0), ("1f1b", 1, 1, 1, EVEN, 0.0),
 ]  # fmt: skip
 
 
@@ -106,7 +107,10 @@ def test_the_boxes_are_the_simulators_spans(case: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.9), (2.0, 1.5, 1.5), (1.0, 1.0, 1.5)], ids=str)
-@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    "name, virtual",
+    [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipev", 2)],
+)
 def test_a_closed_form_is_given_only_where_it_holds(name: str, virtual: int, times: tuple[float, float, float]) -> None:
     given = 0
     for ranks in range(1, 6):
@@ -116,7 +120,7 @@ def test_a_closed_form_is_given_only_where_it_holds(name: str, virtual: int, tim
             if (form := closed_form(schedule, costs)) is not None:
                 assert simulate(schedule, costs).idle_share == pytest.approx(form.value, abs=1e-9)
                 given += 1
-    assert given or times == (1.0, 1.0, 1.5)
+    assert given or times == (1.0, 1.0, 1.5) or (schedule.is_v and times != EVEN)
 
 
 # ---- in the terminal

@@ -10,11 +10,15 @@ import time
 import weakref
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.cli import parse_config, save_toml
@@ -194,6 +198,7 @@ def test_an_operator_that_keeps_its_output_is_freed_after_a_backward_that_keeps_
 
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
+KINDS += [("zb-v", 2), ("dualpipev", 2)]
 SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32
 
 
@@ -201,9 +206,10 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
     """Everything that is promised of one schedule."""
     schedule = build_schedule(name, ranks, microbatches, virtual)
     prove(schedule)
-    form = (ranks - 1) / ({"interleaved": virtual, "zero-bubble": 3}.get(name, 1) * microbatches)
+    factors = {"interleaved": virtual, "zero-bubble": 3, "zb-v": 6, "dualpipev": 6}
+    form = (ranks - 1) / (factors.get(name, 1) * microbatches)
     timeline = simulate(schedule, Costs.uniform(schedule.stages))
-    if microbatches >= ranks or name in ("1f1b", "gpipe"):
+    if microbatches >= ranks * (1 + schedule.is_v) or name in ("1f1b", "gpipe"):
         assert timeline.idle_share == pytest.approx(form / (1 + form), abs=1e-9)
     for rank in range(ranks):
         if name in ("1f1b", "zero-bubble"):
@@ -211,6 +217,25 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
             assert held(schedule, rank) <= ranks
         if name == "gpipe":
             assert held(schedule, rank) == microbatches
+        if schedule.is_v:  # of half stages
+            assert held(schedule, rank) <= 2 * ranks + (name == "dualpipev")
+            assert {action.stage for action in schedule.computations(rank)} == {rank, 2 * ranks - 1 - rank}
+    prove(
+        build_schedule("forward-only-v" if schedule.is_v else "forward-only", ranks, microbatches, virtual),
+        trains=False,
+    )
+
+
+@pytest.mark.parametrize("name, theirs", [("zb-v", ScheduleZBVZeroBubble), ("dualpipev", ScheduleDualPipeV)])
+def test_the_orders_of_a_v_are_torchs(name: str, theirs: Any) -> None:
+    """Except that a gap of ZB-V is filled with the weight gradients that have waited longest, of either stage."""
+    for ranks, further in itertools.product((1, 2, 3, 4, 8), (0, 1, 9)):
+        given = SimpleNamespace(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=2 * ranks + further)
+        for rank, found in enumerate(computations(name, ranks, 2 * ranks + further, 2)):
+            actions = filter(None, theirs._calculate_single_rank_operations(given, rank))
+            names = [str(one) for action in actions for one in action.sub_actions or (action,)]
+            pairs = zip(names, map(str, found), strict=True)
+            assert all(a == b or (name == "zb-v" and "W" in a and "W" in b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name, virtual", KINDS)
@@ -350,7 +375,7 @@ def test_cells_become_the_schedule_and_transfers_are_added(tmp_path: Path) -> No
     assert sum(action.op.is_transfer for actions in schedule.actions for action in actions) == 8
 
 
-@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3), ("zb-v", 2)])
 def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int, tmp_path: Path) -> None:
     built = build_schedule(name, 3, 5, virtual)
     rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
