@@ -51,6 +51,7 @@ UNLISTED = {
     "generated_pages": "what programs that write documentation share",
     "kernel_cases": "what kernel_report measures",
     "kernel_report": "compiles the kernels without a GPU",
+    "ladder": "planner.md has its commands",
     "mup_check": "optimizers.md has its commands",
     "quickstart": "`make quickstart`",
     "references": "writes this page",

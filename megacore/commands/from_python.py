@@ -53,7 +53,18 @@ def pretrain_gpt(
     `settings`: the flags of `pretrain_gpt.py`, with underscores: `tp=2` is --tp 2, `mock_data=True` is --mock-data.
     Raises ConfigError (a ValueError) with everything that is wrong with them; TrainingStopped where the run diverges.
     """
-    config = read_config(_words(settings), prog="pretrain_gpt.py", exits=False)
+    return pretrained(_words(settings), callbacks=callbacks, products=products, layers=layers)
+
+
+def pretrained(
+    words: Sequence[str],
+    *,
+    callbacks: Sequence[Callback] = (),
+    products: Products | None = None,
+    layers: DescribesLayers | None = None,
+) -> Pretrained:
+    """`pretrain_gpt` with the words of a command line."""
+    config = read_config(words, prog="pretrain_gpt.py", exits=False)
     if config.watch.survive:
         raise ConfigError(["survive keeps the processes of a program: use python pretrain_gpt.py --survive"])
     set_torch_defaults()

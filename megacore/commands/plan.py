@@ -4,6 +4,7 @@ of the run are read and validated as the trainer does it. Nothing here loads tor
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megacore import has_ring
 from megacore.commands.pictures import report_with_pictures
 from megacore.commands.plan_compare import Reads, run_compare
 from megacore.commands.plan_operators import require_operators, run_operators
@@ -81,6 +83,7 @@ _WITHOUT_EFFECT = {
     ),
     "--compare": ("--search", "--timeline", "--memory-timeline"),
 }
+_BUDGET = "--budget"
 _SOURCES_OF_BATCH = {"global_batch_size", "rampup_batch_size"}
 _SOURCES_OF_MODEL = {"preset", "init_from_hf"}
 _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
@@ -89,6 +92,9 @@ _SOURCES_OF_VOCABULARY = {"preset", "tokenizer", "vocab_size", "init_from_hf"}
 def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if (has_ladder := has_ring("ladder")) and any(word.partition("=")[0] == _BUDGET for word in words):
+        status: int = importlib.import_module("megacore.ladder.dial").main(words)
+        return status
     given = with_config(words)
     if given != words:
         given = [entry_of(given[1]), *given]
@@ -99,7 +105,10 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     fit = "fit the cluster and the trainer to measured steps, and plan with them: columns are flags, and seconds"
     parser.flag("--fit ROWS.csv", fit, Path)
     parser.flag("--fit-out FILE.toml", "write what --fit found to a cluster file, for --cluster", Path)
+    if has_ladder:
+        parser.flag(f"{_BUDGET} BUDGET", 'propose a run, as for "8 h on 8 x h100"')
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
+    parser.elsewhere[_BUDGET] = "needs megacore/ladder, which is not installed: leave it out"
     parser.elsewhere[DRY_RUN] = (
         f"has no effect here, as plan.py always plans: leave it out, or use {named} {DRY_RUN}=full"
     )
@@ -223,11 +232,8 @@ def _with_fit(args: argparse.Namespace) -> Reads:
     planner = [f"--cluster={args.cluster}", *([] if args.software is None else [f"--software={args.software}"])]
 
     def resolved(flags: Sequence[str]) -> ResolvedConfig:
-        parser = _parser(args.help_of, args.help_of)
-        parser.add_argument("entry", nargs="?")
-        parser.set_defaults(own_flags=parser.names(), help_of=args.help_of)
         with without_notes():
-            return _read(parser.parse_args([entry, *planner, *flags]), exits=False)[0]
+            return read_plan([entry, *planner, *flags], help_of=args.help_of)[1]
 
     rows = measured_rows(args, _kind(args), None if args.cluster is None else resolved)
     software = args.software
@@ -244,6 +250,19 @@ def _with_fit(args: argparse.Namespace) -> Reads:
         return own, fitted if cluster == shipped else cluster
 
     return read
+
+
+def read_plan(
+    words: Sequence[str], *, help_of: str = "plan.py", problems: Sequence[str] = ()
+) -> tuple[argparse.Namespace, ResolvedConfig, Cluster]:
+    """What tools/plan.py reads of its words: its own flags, the configuration, and the cluster. `problems`: what the
+    caller has found wrong. Raises ConfigError with everything that is wrong."""
+    parser = _parser(help_of, help_of)
+    parser.add_argument("entry", nargs="?")
+    parser.set_defaults(own_flags=parser.names(), help_of=help_of)
+    args = parser.parse_args(words)
+    args.problems += problems
+    return args, *_read(args, exits=False)
 
 
 def _report(args: argparse.Namespace, plan: Plan) -> None:

@@ -175,8 +175,14 @@ def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, arg
 
 
 def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluster) -> None:
-    """Search, and print and draw what is found. Raises ConfigError where no layout is valid, or none fits; UserError
-    where the picture cannot be drawn or written."""
+    """Search, and print and draw what is found. Raises as `found_layouts`; UserError where the picture cannot be drawn
+    or written."""
+    found = found_layouts(args, config, cluster)
+    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found, config))
+
+
+def found_layouts(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluster) -> Found:
+    """Search. Raises ConfigError where no layout is valid, or none fits."""
     constraints = _constraints(args)
     may_offload = args.may_offload and not config.offloads and not cluster.on_cpu
     named = {"global_batch_size": args.names_batch, "defaults": args.has_file}
@@ -185,7 +191,7 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     if not args.estimate and found.layouts:
         found = with_memory(found, args.top, traced_memory)
     _require_found(found, config, cluster, constraints, batch_of_ranks=args.usual_batch is not None)
-    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found, config))
+    return found
 
 
 def _report(args: argparse.Namespace, found: Found, config: ResolvedConfig) -> None:

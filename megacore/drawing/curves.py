@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megacore.drawing.canvas import Box, Drawing, Line, Words
 
 _WIDTH, _HEIGHT = 760.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 34.0, 40.0
 _COLORS = ("#2f6fb5", "#c8553d", "#3f8f5f", "#8a5fb0")
-_GRID = "#e3e6eb"
+_GRID, _PALE = "#e3e6eb", "#9db8d6"
 _TICKS = 5
 
 
@@ -22,6 +23,8 @@ class Curve:
     title: str
     points: Sequence[tuple[float, float]]  # (x, y), x ascending; y is finite
     marked: float | None = None  # an x that a vertical line marks, or None
+    others: Sequence[Sequence[tuple[float, float]]] = ()  # thinner in color, over the same x or a part of it
+    dots: Sequence[tuple[float, float]] = ()
 
 
 def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bool = False) -> Drawing:
@@ -37,7 +40,7 @@ def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bo
 
 def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmic: bool) -> None:
     left, right, upper, lower = _LEFT, _WIDTH - _RIGHT, top + _TOP, top + _HEIGHT - _BOTTOM
-    xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
+    xs, ys = [x for x, _ in curve.points], [y for line in (curve.points, curve.dots, *curve.others) for _, y in line]
     low, high = min(ys), max(ys)
     if high == low:
         low, high = low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12
@@ -64,8 +67,11 @@ def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmi
         x = across(curve.marked)
         marks.append(Line(x1=x, y1=upper, x2=x, y2=lower, color=_COLORS[1]))
         marks.append(Words(x=x + 4.0, y=upper + 10.0, text=f"{curve.marked:.2g}", color=_COLORS[1]))
-    for (x1, y1), (x2, y2) in zip(curve.points, curve.points[1:], strict=False):
-        marks.append(Line(x1=across(x1), y1=down(y1), x2=across(x2), y2=down(y2), color=color))
+    for line in (*curve.others, curve.points):
+        shade = color if line is curve.points else _PALE
+        for (x1, y1), (x2, y2) in pairwise(line):
+            marks.append(Line(x1=across(x1), y1=down(y1), x2=across(x2), y2=down(y2), color=shade))
+    marks += [Box(x=across(x) - 2, y=down(y) - 2, width=4.0, height=4.0, fill=_COLORS[1]) for x, y in curve.dots]
 
 
 def _shown(x: float) -> str:

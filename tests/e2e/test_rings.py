@@ -86,6 +86,18 @@ def test_without_a_ring_a_run_trains_and_its_flag_is_refused(without: Without, r
     assert f"{flag} needs megacore/{ring}, which is not installed: leave it out" in refused.err
 
 
+def test_without_the_ladder_a_run_is_planned_and_a_budget_is_refused(without: Without) -> None:
+    worker = without("ladder")
+    (worker.tree / "plan.py").write_text(
+        "import sys\nfrom megacore.commands.plan import plan_tool\nsys.exit(plan_tool())"
+    )
+    flags = ("--preset", "gpt2-tiny", "--cluster", "laptop", "--estimate")
+    assert worker.run("plan.py", ["pretrain_gpt.py", *flags], worker.tree).statuses == [0]
+    refused = worker.run("plan.py", ["pretrain_gpt.py", *flags, "--budget", "8 h on 8 x h100"], worker.tree)
+    assert refused.statuses == [2]
+    assert "--budget needs megacore/ladder, which is not installed: leave it out" in refused.err
+
+
 # In one interpreter: what megacore offers, a run, and a run with flags of other trainers.
 WITHOUT_ARRIVE = """
 import sys
