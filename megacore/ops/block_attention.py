@@ -353,8 +353,7 @@ def tiles_of(operator: torch._ops.OpOverload, operands: tuple[Any, ...]) -> Call
         return None
     names = [argument.name for argument in operator._schema.arguments]
     settings = dict(zip(names, operands, strict=True))
-    has_more = settings["soft_cap"] is not None or settings["sinks"] is not None
-    return definition._init_fn if has_more and not settings["dropout"] else None
+    return definition._init_fn if settings["soft_cap"] is not None and not settings["dropout"] else None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

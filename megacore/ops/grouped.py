@@ -46,8 +46,8 @@ class RowGroups:
 
     def experts(self, device: torch.device) -> Tensor:
         """[r] int32: the expert of each row."""
-        numbers = torch.arange(len(self.counts), dtype=torch.int32)
-        return numbers.repeat_interleave(torch.tensor(self.counts)).to(device, non_blocking=True)
+        numbers, counts = torch.arange(len(self.counts), dtype=torch.int32), torch.tensor(self.counts)
+        return numbers.repeat_interleave(counts, output_size=sum(self.counts)).to(device, non_blocking=True)
 
     def tiles(self, height: int, device: torch.device) -> Tensor:
         """[T, 3] int32: expert, first row and the end of the expert's rows of every tile of so many rows."""
