@@ -163,7 +163,7 @@ class BertConfig(Config):
                 *("logits_divisor", "softmax_type", "attn_logit_softcapping", "final_logit_softcapping"),
                 *("add_attention_output_bias", "add_mlp_bias", "add_output_layer_bias"),
                 *("shared_parallel_norm", "norm_affine", "clip_qkv"),
-                *("mup_base_width", "mup_base_head_size", "lora_rank"),
+                *("mup_base_width", "mup_base_head_size", "lora_rank", "mtp_num_layers", "mtp_loss_scaling_factor"),
             ),
             "is for pretrain_gpt.py: leave it out",
         ),

@@ -151,6 +151,10 @@ class ModelConfig(Section):
     preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks."""
+    mtp_num_layers: Annotated[int, Range(0, 16), Flag(example=1)] = 0
+    """Blocks of multi-token prediction, as in DeepSeek-V3: block k predicts the token k further on."""
+    mtp_loss_scaling_factor: Annotated[float, Range(0)] = 0.1
+    """Weight of the mean loss of these blocks."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
     """Width of the residual stream. A multiple of --num-attention-heads, unless --kv-channels is given."""
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
@@ -408,6 +412,12 @@ class ResolvedModel(ModelConfig):
     # Of its blocks, from their section; None: every block has a feed-forward layer.
     experts: ResolvedExperts | None = None
 
+    @property
+    def mixtures(self) -> list[int]:
+        """Numbers of the blocks with experts; those of multi-token prediction come last, and are like the last one."""
+        every, last = range(self.num_layers + self.mtp_num_layers), self.num_layers - 1
+        return [block for block in every if self.experts is not None and self.experts.holds(min(block, last))]
+
     def as_written(self) -> dict[str, Any]:
         written = super().as_written()
         del written["experts"]  # they have a table
@@ -416,7 +426,10 @@ class ResolvedModel(ModelConfig):
 
 # Fields that say how a model is initialised, trained or held in memory, not what it computes.
 _NOT_ARCHITECTURE = frozenset(
-    ("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
+    (
+        *("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
+        "mtp_loss_scaling_factor",
+    )
 )
 
 

@@ -76,7 +76,7 @@ class ParameterGroups:
     def _depth(self, name: str) -> int:
         """Blocks between a parameter and the head, that of the parameter included: 1 for the last block."""
         if block := _BLOCK.match(name):
-            return self.num_layers - int(block[1])
+            return max(self.num_layers - int(block[1]), 0)  # 0: of multi-token prediction
         return self.num_layers + 1 if name.startswith("embedding.") else 0
 
 

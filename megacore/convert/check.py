@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def our_logits(
 ) -> list[Tensor]:
     """Logits [s, vocabulary] of a checkpoint's model in fp32 on tokens [1, s], and [classes] of a sentence task.
     `rounded`: the type that weights are rounded to before; None: as they are."""
-    config = tensors.config
+    config = replace(tensors.config, mtp_num_layers=0)  # which change no logits
     with _parameters_on_meta():
         stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert, layers=layers)).eval()
 
@@ -249,7 +249,12 @@ def _their_model(model: HFModel) -> Any:
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         raise CheckpointError(f"transformers cannot load {model.directory.path}: {_first_line(error)}") from None
     missing = sorted(info["missing_keys"])
-    unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(model.family.buffers))
+    predicting = model.family.prediction_blocks(model.config)
+    unexpected = sorted(
+        name
+        for name in info["unexpected_keys"]
+        if not name.endswith(model.family.buffers) and not name.startswith(predicting)
+    )
     for names, problem in ((missing, "misses, and would make anew,"), (unexpected, "does not expect, and would drop,")):
         if names:
             shown = ", ".join(name[:80] for name in names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))

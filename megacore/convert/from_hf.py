@@ -60,14 +60,13 @@ def open_model(path: Path, ignored: Sequence[str] = ()) -> HFModel:
     directory = open_directory(path, ignored)
     family = family_of(directory.config, directory.where)
     described = family.describe(directory.config, directory.where)
-    config = described.model
+    config = family.stored_model(described.model, directory.tensors)
     present(path, (*TOKENIZER_FILES, GENERATION_CONFIG))
     paired = any(name.endswith("seq_relationship.weight") for name in directory.tensors)
     bert = family.to_bert(directory.config, directory.where, paired=paired)
     require_enough(family, config, bert, len(directory.tensors), str(path))
     plan = make_plan(family, config, bert)
-    untied = config.untie_embeddings_and_output_weights
-    stored = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
+    stored = find_tensors(plan, family, directory.tensors, str(path), model=config)
     return HFModel(
         directory=directory,
         family=family,

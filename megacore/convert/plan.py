@@ -236,6 +236,7 @@ def model_layers(
 def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:
     """Global name -> global shape of every parameter. Nothing is allocated, and of blocks that are alike one is built:
     the first two of a model without experts, of which the others are like the second."""
+    predicting, config = config, dataclasses.replace(config, mtp_num_layers=0)
     if config.experts is None:
         built = _shapes_of(config, min(config.num_layers, 2), bert)
         of_block = [block for number in (0, 1) if (block := _of_block(built, number))]
@@ -253,6 +254,13 @@ def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dic
             shapes[name] = shape
         elif name == f"blocks.0.{first}":
             shapes |= {f"blocks.{i}.{end}": one for i, block in enumerate(blocks) for end, one in block.items()}
+    if predicting.mtp_num_layers:
+        layers, last = config.num_layers, config.experts
+        if last is not None:  # in the only block, where the last one has them
+            last = dataclasses.replace(last, moe_first_dense_layers=0) if layers - 1 in config.mixtures else None
+        built = _shapes_of(dataclasses.replace(predicting, experts=last), 1, None)
+        for depth in range(predicting.mtp_num_layers):
+            shapes |= {f"blocks.{layers + depth}.{end}": one for end, one in _of_block(built, 1 + depth).items()}
     return shapes
 
 
@@ -261,13 +269,12 @@ def buffer_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> di
     if config.experts is None:
         return {}
     everywhere = dataclasses.replace(config.experts, moe_first_dense_layers=0, moe_layer_freq=1)
-    one = dataclasses.replace(config, experts=everywhere, num_layers=1)
+    one = dataclasses.replace(config, experts=everywhere, num_layers=1, mtp_num_layers=0)
     _, block, _ = Stage(model_layers(one, _META, bert)).layers
     ends = block.state_dict().keys() - {name for name, _ in block.named_parameters()}
     return {
         f"blocks.{number}.{end}": tuple(block.get_buffer(end).shape)
-        for number in range(config.num_layers)
-        if config.experts.holds(number)
+        for number in config.mixtures
         for end in sorted(ends)
     }
 
@@ -310,14 +317,14 @@ class StoredTensors:
 
 
 def find_tensors(
-    plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
+    plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, model: ResolvedModel
 ) -> StoredTensors:
-    """Find every tensor of a plan among the stored ones, and nothing besides. `untied`: the output layer is not the
-    embedding. Raises CheckpointError where tensors are missing, unknown, of another shape, or of several dtypes where
-    they become one."""
-    wanted = their_shapes(plan)
+    """Find every tensor of a plan among the stored ones, and nothing besides. Raises CheckpointError where tensors are
+    missing, unknown, of another shape, or of several dtypes where they become one."""
+    wanted, untied = their_shapes(plan), model.untie_embeddings_and_output_weights
     result = StoredTensors(tensors={}, names={}, left_out=[], copies={})
-    repeated = family.unused if untied else family.ties
+    shared = family.prediction_copies(model)
+    repeated = {**(family.unused if untied else family.ties), **shared}
     problems = []
     for name, tensor in stored.items():
         canonical = _canonical(name, wanted, family)
@@ -348,7 +355,7 @@ def find_tensors(
     for name, original in result.copies.items():
         if _equal(stored[name], result.tensors[original]):
             continue
-        if not untied:
+        if not untied or name in shared:
             raise CheckpointError(
                 f"{where}: config.json ties {name} to {original}, but they differ: one of both is wrong"
             )

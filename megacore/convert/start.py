@@ -43,6 +43,8 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
             "pretrain_bert.py --load"
         )
     config = family.to_model(values, where)
+    if config.mtp_num_layers:
+        config = family.stored_model(config, open_directory(Path(path)).tensors)
     fields = dataclasses.asdict(config)
     fields |= fields.pop("experts") or {}
     return {name: value for name, value in fields.items() if value is not None and name != "preset"}
@@ -55,7 +57,10 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
     if path is None:
         return
     directory = open_directory(Path(path), ignored_fields(config.checkpoint.ignore_config_field))
-    there = family_of(directory.config, directory.where).to_model(directory.config, directory.where)
+    family = family_of(directory.config, directory.where)
+    there = family.stored_model(family.to_model(directory.config, directory.where), directory.tensors)
+    if not config.model.mtp_num_layers:  # a run may leave those blocks out
+        there = dataclasses.replace(there, mtp_num_layers=0)
     problems = [
         f"{flag_and_value(name, getattr(config.model, name))} contradicts {directory.where}, which makes it "
         f"{getattr(there, name)}: leave the flag out, or leave --init-from-hf out"

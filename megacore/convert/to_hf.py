@@ -4,6 +4,7 @@ stored, and what was carried."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.files import verify
+from megacore.config import ResolvedModel
 from megacore.config.experts import differing_experts
 from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
@@ -85,7 +87,14 @@ def plan_export(
         values = None if problem else values
     if values is None:
         names, copies, ignored = {}, {}, ()
-        family, config = describe_model(model, tensors.bert)
+        try:
+            family, config = describe_model(model, tensors.bert)
+        except CheckpointError:
+            if not model.mtp_num_layers:
+                raise
+            model = dataclasses.replace(model, mtp_num_layers=0)
+            family, config = describe_model(model, tensors.bert)
+            notes.append(f"transformers' {family.model_type} has no blocks for --mtp-num-layers: they are left out")
         ids = special_ids(carried_tokenizer(tokenizer.directory), model.vocab_size, bert=tensors.bert is not None)
         config |= {name: id for name, id in ids.items() if config.get(name) is None}  # RoBERTa's pad decides positions
         kept = None
@@ -97,8 +106,10 @@ def plan_export(
             config = _with_dtype(values, tensors, notes)
     if model.untie_embeddings_and_output_weights:
         copies = {**family.unused, **copies}
+    if values is None or like is not None:
+        copies |= family.prediction_copies(model)
     plan = make_plan(family, model, tensors.bert)
-    _require_same_tensors(plan, tensors)
+    _require_same_tensors(plan, tensors, model)
     return Export(
         tensors=tensors,
         family=family,
@@ -163,6 +174,8 @@ def _of_another_model(family: Family, values: dict[str, Any], source: Path, tens
     """How the model of a config.json differs from the checkpoint's, if it does."""
     here, where = tensors.config, str(source / CONFIG)
     there = family.describe(values, where).model
+    if not here.mtp_num_layers:  # those blocks are of no use to transformers' model
+        there = dataclasses.replace(there, mtp_num_layers=0)
     different = [*differing(there, here), *differing_experts(there.experts, here.experts)]
     paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
     if not same_bert(family.to_bert(values, where, paired=paired), tensors.bert, here):
@@ -173,10 +186,12 @@ def _of_another_model(family: Family, values: dict[str, Any], source: Path, tens
     return f"--like {source} is of another model than the checkpoint: {shown}" if different else None
 
 
-def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors) -> None:
+def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors, model: ResolvedModel) -> None:
     wanted = {step.ours: step.shape for step in plan}
+    depths = range(model.mtp_num_layers, tensors.config.mtp_num_layers)
+    left_out = tuple(f"blocks.{model.num_layers + depth}." for depth in depths)
     for name in sorted(wanted.keys() | tensors.shapes.keys()):
-        if wanted.get(name) != tensors.shapes.get(name):
+        if not name.startswith(left_out) and wanted.get(name) != tensors.shapes.get(name):
             there = tensors.shapes.get(name, "missing")
             raise CheckpointError(
                 f"{tensors.directory}: {name} is {there}, but the model of its manifest has {wanted.get(name, 'none')}"

@@ -4,7 +4,7 @@ weights, from a checkpoint of whatever layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -55,7 +55,7 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
     layers = trained_layers(program, manifest, directory)
-    config = trained_model(manifest, directory)
+    config = replace(trained_model(manifest, directory), mtp_num_layers=0)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: use tools/fill_mask.py")
     kept = tokenizer_of(directory, tokenizer, config)

@@ -22,7 +22,7 @@ def flops_per_sequence(config: ResolvedModel, seq_length: int, *, attention: Att
     """Forward and backward operations of one sequence; backward counts twice forward."""
     blocks = blocks_of(config)
     forward = sum(number * block_flops(block, seq_length, attention=attention) for block, number in blocks)
-    return 3.0 * seq_length * (forward + head_flops(config))
+    return 3.0 * seq_length * (forward + config.mtp_num_layers * join_flops(config) + head_flops(config))
 
 
 def adapted_flops_per_sequence(config: ResolvedModel, seq_length: int, lora: LoraConfig) -> float:
@@ -38,6 +38,8 @@ def blocks_of(config: ResolvedModel) -> tuple[tuple[ResolvedModel, int], ...]:
     kinds = Counter(
         (config.experts is None or config.experts.holds(i), letter) for i, letter in enumerate(config.attention_kinds)
     )
+    last = config.experts is None or config.experts.holds(config.num_layers - 1), config.attention_kinds[-1]
+    kinds[last] += config.mtp_num_layers
     return tuple(
         (block_of_kind(config if has_experts else without_experts(config), letter), number)
         for (has_experts, letter), number in kinds.items()
@@ -86,5 +88,10 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
 
 
 def head_flops(config: ResolvedModel) -> float:
-    """Operations of the output layer's forward for one token."""
-    return 2.0 * config.hidden_size * config.vocab_size
+    """Operations of the output layer's forward for one token, whose later tokens it predicts too."""
+    return 2.0 * config.hidden_size * config.vocab_size * (1 + config.mtp_num_layers)
+
+
+def join_flops(config: ResolvedModel) -> float:
+    """Operations that a block of multi-token prediction has besides those of a block: of 2 h values it makes h."""
+    return 4.0 * config.hidden_size**2

@@ -6,21 +6,24 @@ Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import alibi_of_rank
 from megacore.layers.block import TransformerBlock, build_mlp
 from megacore.layers.context import BuildContext
+from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import rotaries_of
-from megacore.models.outline import gpt_outline
+from megacore.models.outline import LayerOutline, gpt_outline
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.loss import Scored
@@ -95,9 +98,55 @@ class GPTEmbedding(ShardedModule):
         return table[here]
 
 
+class PredictionBlock(TransformerBlock):
+    """A block of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Block k joins the normed output
+    of block k - 1, or of the model, with the embedding of the token that is k further on; the head gives the logits of
+    the token after that. As in Megatron-LM and in DeepSeek's weights, what is handed on has a norm: the first block
+    therefore has the model's final one.
+
+    Args:
+        size: the block's outline.
+        depth: k - 1.
+        mixing: arguments of `TransformerBlock`.
+    """
+
+    def __init__(
+        self, config: ResolvedModel, context: BuildContext, size: LayerOutline, *, depth: int, **mixing: Any
+    ) -> None:
+        assert size.block is not None
+        super().__init__(size.block, context, size.name, **mixing)
+        h, norm = config.hidden_size, partial(build_norm, config, device=context.device)
+        self.depth, self.blocks, self.sequence = depth, context.blocks, context.sequence
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size, h, multiple=config.make_vocab_size_divisible_by, **context.parallel_arguments
+        )
+        self.final_norm = norm() if depth == 0 else None
+        for name, parameter in self.final_norm.named_parameters() if self.final_norm is not None else ():
+            assert isinstance(parameter, ShardedParameter)
+            parameter.named(f"head.norm.{name}")  # as without such blocks
+        self.token_norm, self.hidden_norm, self.output_norm = norm(), norm(), norm()
+        self.join = ReplicatedLinear(
+            2 * h, h, bias=False, products=context.products, blocks=context.blocks, device=context.device
+        )
+
+    def forward(self, x: Any) -> Any:
+        """(hidden states [b, s, h], side inputs, the fields of `Scored`, normed hidden states of earlier depths) -> the
+        same, with one depth more."""
+        hidden, *others = x
+        side = dict(zip(self.side_inputs, others, strict=False))
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        # What depth k - 1 predicts is what depth k reads: labels are shifted before ranks divide the sequence.
+        tokens = others[len(self.side_inputs)][self.depth]
+        if self.blocks.divide:  # labels are of whole sequences
+            tokens = self.sequence.take(tokens, 1)
+        pair = torch.cat([self.token_norm(self.tokens(tokens)), self.hidden_norm(hidden)], -1)
+        return (self.output_norm(self.arrangement(self, self.join(pair), side)), *others, hidden)
+
+
 class GPTHead(VocabParallelOutput):
     """Final norm and output layer. Given the labels too, the layer computes the loss with the logits, a chunk of the
-    tokens at a time."""
+    tokens at a time. With multi-token prediction it does so for each depth, whose hidden states are normed."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__(
@@ -109,15 +158,29 @@ class GPTHead(VocabParallelOutput):
         )
         self.divisor, self.soft_cap = config.logits_divisor, config.final_logit_softcapping
         self.loss, self.loss_options = context.chunked_loss(config.vocab_size, self.soft_cap), context.loss_options
-        self.norm = build_norm(config, device=context.device)
+        self.depths = config.mtp_num_layers
+        for parameter in self.parameters():
+            assert isinstance(parameter, ShardedParameter)
+            parameter.used_again = self.depths > 0
+        self.norm = nn.Identity() if self.depths else build_norm(config, device=context.device)
 
-    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Hidden states [b, s, h] -> logits [b, s, padded V/t]. Where the head computes the loss: (hidden states, ...,
-        the three fields of `Scored`) -> summed loss, scalar fp32. The inputs between them are not read."""
+        the three fields of `Scored`) -> summed loss, scalar fp32. The inputs between them are not read. With D depths:
+        what `PredictionBlock` returns -> a tuple of 1 + D logits, or losses [1 + D], the model's own first."""
         hidden, *others = (x,) if isinstance(x, Tensor) else x
-        if others and self.loss.in_parts:
+        if self.depths:
+            others, earlier = others[: -self.depths], others[-self.depths :]
+            scored = zip(*others[-3:], strict=True)
+            outputs = [self._output(each, Scored(*one)) for each, one in zip((*earlier, hidden), scored, strict=True)]
+            return torch.stack(outputs) if self.loss.in_parts else tuple(outputs)
+        return self._output(hidden, Scored(*others[-3:]) if others and self.loss.in_parts else None)
+
+    def _output(self, hidden: Tensor, scored: Scored | None) -> Tensor:
+        """The summed loss, where the head computes it and knows what is scored; else logits."""
+        if scored is not None and self.loss.in_parts:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.summed(self._normed(hidden), self.weight, self.bias, Scored(*others[-3:]), options)
+            return self.loss.summed(self._normed(hidden), self.weight, self.bias, scored, options)
         logits = self.logits(self._normed(hidden))
         return logits if self.soft_cap is None else ops.soft_capped(logits, self.soft_cap)
 
@@ -130,29 +193,26 @@ class GPTHead(VocabParallelOutput):
 def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """The whole model, resolved, as layer descriptions; nothing is allocated. `context`: groups, device and what else
     the layers are built with."""
-    block = partial(TransformerBlock, context=context, alibi=alibi_of_rank(config, context))
-    rotaries = rotaries_of(config, context.attended)
-    ranks = context.experts
+    alibi, rotaries = alibi_of_rank(config, context), rotaries_of(config, context.attended)
+    ranks, kinds = context.experts, config.attention_kinds
     expert_ranks = ranks.dispatch.size * ranks.layer.size
     first, *blocks, last = gpt_outline(config, context.layer_group.size, expert_ranks=expert_ranks)
-    return [
-        LayerSpec.of(first, partial(GPTEmbedding, config, context)),
-        *(
-            LayerSpec.of(
-                size,
-                partial(
-                    block,
-                    size.block,
-                    name=size.name,
-                    window=None if size.block is None else size.block.window_size,
-                    rotary=rotaries[kind],
-                    mlp=build_mlp if size.block is None or size.block.experts is None else MoE,
-                ),
-            )
-            for size, kind in zip(blocks, config.attention_kinds, strict=True)
-        ),
-        LayerSpec.of(last, partial(GPTHead, config, context)),
-    ]
+    layers = [LayerSpec.of(first, partial(GPTEmbedding, config, context))]
+    for number, size in enumerate(blocks):
+        assert size.block is not None
+        depth = number - config.num_layers
+        build: Callable[..., nn.Module] = partial(TransformerBlock, size.block, context, size.name)
+        if depth >= 0:
+            build = partial(PredictionBlock, config, context, size, depth=depth)
+        build = partial(
+            build,
+            alibi=alibi,
+            window=size.block.window_size,
+            rotary=rotaries[kinds[min(number, config.num_layers - 1)]],
+            mlp=build_mlp if size.block.experts is None else MoE,
+        )
+        layers.append(LayerSpec.of(size, build))
+    return [*layers, LayerSpec.of(last, partial(GPTHead, config, context))]
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

@@ -13,7 +13,14 @@ from typing import NamedTuple, Protocol, TypedDict
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.models.flops import block_flops, block_of_kind, head_flops, without_experts, without_window
+from megacore.models.flops import (
+    block_flops,
+    block_of_kind,
+    head_flops,
+    join_flops,
+    without_experts,
+    without_window,
+)
 from megacore.models.size import (
     bert_embedding_parameters,
     bert_head_parameters,
@@ -21,6 +28,7 @@ from megacore.models.size import (
     embedding_parameters,
     head_parameters,
     norm_parameters,
+    prediction_parameters,
     vocabulary_rows,
 )
 
@@ -39,6 +47,8 @@ class ModelLayer(Protocol):
     @property
     def is_block(self) -> bool: ...
     @property
+    def with_head(self) -> bool: ...
+    @property
     def tied(self) -> Mapping[str, str]: ...
     @property
     def shared(self) -> int: ...
@@ -55,6 +65,7 @@ class LayerOutline:
     held: int  # parameters that one tensor-parallel rank holds, padding included
     flops: float  # operations of its forward for one token
     is_block: bool = False  # one of the repeated layers
+    with_head: bool = False  # lies on the stage of the head, and is given what the head is given
     # Parameters' local names -> global names of the earlier layer's parameters that they are
     tied: Mapping[str, str] = field(default_factory=dict)
     shared: int = 0  # how many of `held` are these, and are held once where both layers lie on one rank
@@ -92,6 +103,7 @@ def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> lis
         if kind not in kinds:
             kinds[kind] = outlined(block_of_kind(config if kind[0] else without_experts(config), letter))
         blocks.append(dataclasses.replace(kinds[kind], name=f"blocks.{i}"))
+    blocks += [_predicting(config, tp, kinds[kind], depth) for depth in range(config.mtp_num_layers)]
     return _between_embedding_and_head(
         blocks,
         config,
@@ -99,6 +111,20 @@ def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> lis
         embedding=_Parameters(embedding_parameters(config), embedding_parameters(config, tp)),
         head=_Parameters(head_parameters(config), head_parameters(config, tp)),
         head_flops=head_flops(config),
+    )
+
+
+def _predicting(config: ResolvedModel, tp: int, block: LayerOutline, depth: int) -> LayerOutline:
+    """A block of multi-token prediction, which is of the kind of the last block."""
+    return dataclasses.replace(
+        block,
+        name=f"blocks.{config.num_layers + depth}",
+        parameters=block.parameters + prediction_parameters(config, depth),
+        held=block.held + prediction_parameters(config, depth, tp),
+        flops=block.flops + join_flops(config),
+        with_head=True,
+        tied={"tokens.weight": "embedding.tokens.weight"},
+        shared=vocabulary_rows(config, tp) * config.hidden_size,
     )
 
 

@@ -40,6 +40,14 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     return (weights + split_biases) // t + whole + mixture
 
 
+def prediction_parameters(config: ResolvedModel, depth: int, tp: int | None = None) -> int:
+    """What a block of multi-token prediction has besides a block: the token table, which is tied, the join 2 h^2, and
+    norms of both inputs and the output; the first one also the model's final norm. `tp` as for `embedding_parameters`.
+    """
+    h, norms = config.hidden_size, 4 if depth == 0 else 3
+    return (vocabulary_rows(config, tp) + 2 * h) * h + norms * norm_parameters(config)
+
+
 def attention_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
     """Outputs and inputs of the matrices of attention that tensor-parallel ranks split."""
     h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
@@ -94,10 +102,10 @@ def projection(config: ResolvedModel, tp: int) -> int:
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
-    """Final norm and output layer, whose weight a tied model shares with the embedding. `tp` as for
-    `embedding_parameters`."""
+    """Final norm, unless a block of multi-token prediction has it, and output layer, whose weight a tied model shares
+    with the embedding. `tp` as for `embedding_parameters`."""
     columns = config.hidden_size + config.add_output_layer_bias
-    return vocabulary_rows(config, tp) * columns + norm_parameters(config)
+    return vocabulary_rows(config, tp) * columns + (0 if config.mtp_num_layers else norm_parameters(config))
 
 
 def bert_embedding_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:

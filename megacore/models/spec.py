@@ -25,6 +25,7 @@ class LayerSpec:
     parameters: int  # parameters of the whole layer, all tensor-parallel slices together
     flops: float = 0.0  # operations of its forward for one token, by which stages may be balanced
     is_block: bool = False  # one of the repeated layers; every stage holds at least one
+    with_head: bool = False  # lies on the last stage, and is given `Task.last_inputs` too
     # Local parameter name -> global name of the earlier layer's parameter that it is.
     tied: Mapping[str, str] = field(default_factory=dict)
     held: int | None = None  # parameters that one tensor-parallel rank holds, padding included; None: `parameters`
@@ -41,6 +42,7 @@ class LayerSpec:
             parameters=outline.parameters,
             flops=outline.flops,
             is_block=outline.is_block,
+            with_head=outline.with_head,
             tied=outline.tied,
             held=outline.held,
             shared=outline.shared,

@@ -39,7 +39,7 @@ def log_line(
 ) -> str:
     """`step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`, without figures for which `LINE_WIDTH` has no room. `terms`:
     names of the loss's terms, where it has several. `last`: what the line ends with."""
-    losses = [f"{_words(name)} {_figure(record[f'train/{name}'])}" for name in ("loss", *terms)]
+    losses = [f"{_words(name)} {_figure(record[f'train/{name}'])}" for name in dict.fromkeys(("loss", *terms))]
     skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
     parts, ending = [f"step {record['step']}/{train_iters}", *losses], [*skipped, *last]
     for key, label, form in _LINE:

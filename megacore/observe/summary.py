@@ -71,7 +71,8 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
         ),
         (
             "model",
-            f"{total / 1e6:,.2f}M parameters, {model.num_layers} blocks of {model.hidden_size}, "
+            f"{total / 1e6:,.2f}M parameters, {model.num_layers} blocks of {model.hidden_size}"
+            f"{f' and {model.mtp_num_layers} of multi-token prediction' if model.mtp_num_layers else ''}, "
             f"vocabulary {vocabulary}",
         ),
         *(("stages" if i == 0 else "", f"{i}: {name}") for i, name in enumerate(names)),
@@ -164,7 +165,7 @@ def _on_host(device: torch.device) -> str:
 
 def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
     """How many experts there are, who uses them, and where they are."""
-    parallel, held = config.parallel, sum(map(experts.holds, range(config.model.num_layers)))
+    parallel, held = config.parallel, len(config.model.mixtures)
     active = sum(number * active_parameters(block) for block, number in blocks_of(config.model))
     every = sum(number * block_parameters(block) for block, number in blocks_of(config.model))
     return (

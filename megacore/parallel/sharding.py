@@ -86,6 +86,7 @@ class _Sliced:
     # one; products add theirs only where the device adds them in fp32.
     takes_rows: bool = False
     take_term: TakeTerm | None = None  # takes gradients that autograd must not add up itself; None: it may
+    used_again: bool = False  # its layer uses it several times, so that no single gradient is the last
     # Keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one product can read
     # both.
     adjacent_to_next: bool = False

@@ -364,12 +364,13 @@ class VocabParallelEmbedding(ShardedModule):
         self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = _vocab_parallel(num_embeddings, embedding_dim, group=group, multiple=multiple, device=device)
         self.weight.takes_rows = True
+        self.rows = self.weight.spec.slices[0]  # not of the weight in forward: a further use of it has no spec
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
         if self.group.size == 1:
             return self.look_up(tokens)
-        start, stop = self.weight.spec.slices[0]
+        start, stop = self.rows
         local = tokens - start
         outside = (local < 0) | (local >= stop - start)
         rows = self.look_up(local.masked_fill(outside, 0))

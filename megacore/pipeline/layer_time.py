@@ -12,7 +12,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.models.flops import Attention, block_flops
+from megacore.models.flops import Attention, block_flops, join_flops
 from megacore.models.outline import ModelLayer
 
 # FLOP/s of products and bytes/s of memory, each the peak times the share of it that is usual.
@@ -30,6 +30,8 @@ def layer_seconds(config: ResolvedConfig, layer: ModelLayer) -> float:
     t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
     sums = layer.parameters / t * (8.0 + e) / bandwidth  # of weights' gradients, in fp32
     if layer.block is not None:
+        if layer.with_head:
+            sums += 3.0 * tokens / t * join_flops(config.model) / flops_per_second
         return _block_seconds(config, layer.block, flops_per_second, bandwidth) + sums
     if layer.name == "embedding":
         return 3.0 * tokens * e * config.model.hidden_size / bandwidth + sums

@@ -39,9 +39,14 @@ def stage_ranges(layers: Sequence[ModelLayer], config: ResolvedConfig) -> list[r
     """Which layers every stage of the model holds: as laid out by hand, or balanced."""
     parallel = config.parallel
     count = parallel.pp * parallel.virtual_stages
+    beside = sum(layer.with_head for layer in layers)  # the head, and those blocks, are one layer here
+    placed = [*layers[: len(layers) - 1 - beside], layers[-1]]
     if parallel.pipeline_layout is not None:
-        return parse_layout(parallel.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
-    return partition(layers, count, layer_costs(layers, config))
+        ranges = parse_layout(parallel.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in placed))
+    else:
+        costs = layer_costs(layers, config)
+        ranges = partition(placed, count, [*costs[: len(placed) - 1], sum(costs[len(placed) - 1 :])])
+    return [*ranges[:-1], range(ranges[-1].start, len(layers))]
 
 
 def partition(layers: Sequence[ModelLayer], stages: int, costs: Sequence[float]) -> list[range]:

@@ -90,10 +90,12 @@ class Stage(nn.Module):
 
     def forward(self, x: Any, last_inputs: Callable[[], tuple[Tensor, ...]] = tuple) -> Any:
         """The output of the last layer for the input of the first: each a tensor or a tuple of tensors. `last_inputs`:
-        what the last layer gets besides its input, nothing by default; called before it."""
+        what the last layer, and those that lie with it, get besides their input, nothing by default; called before
+        them."""
         self.first_outputs = ()
+        first_last = len(self.layers) - 1 - sum(spec.with_head for spec in self.specs)
         for index in range(len(self.layers)):
-            if index == len(self.layers) - 1 and (more := last_inputs()):
+            if index == first_last and (more := last_inputs()):
                 x = (*tensors_of(x), *more)
             x = self.run_layer(index, x)
             if not self.first_outputs and torch.is_grad_enabled():

@@ -72,17 +72,20 @@ def layer_bytes(config: ResolvedConfig, layer: ModelLayer, *, on_cpu: bool, agai
     recompute = config.training.recompute
     if recompute == "full" and not again:
         recompute = "none"
-    return block_bytes(config, layer.block, on_cpu=on_cpu, recompute=recompute)
+    # With multi-token prediction also the embedding, the joined pair and the norms' inputs.
+    joined = 6 * residual_bytes(config) if layer.with_head and recompute != "full" else 0.0
+    return joined + block_bytes(config, layer.block, on_cpu=on_cpu, recompute=recompute)
 
 
 @once_per("layers")
 def head_bytes(config: ResolvedConfig) -> float:
     """What the head keeps: its input with its norm and the logits; where it has the loss, the gradients of that input
     and, in fp32, of the weight instead."""
+    depths = 1 + config.model.mtp_num_layers
     if not head_has_loss(config):
-        return 2 * residual_bytes(config) + logits_bytes(config)
+        return depths * (2 * residual_bytes(config) + logits_bytes(config))
     rows = vocabulary_rows(config.model, _layer_ranks(config))
-    return 2 * residual_bytes(config) + 4.0 * rows * config.model.hidden_size
+    return depths * (2 * residual_bytes(config) + 4.0 * rows * config.model.hidden_size)
 
 
 @once_per("layers")

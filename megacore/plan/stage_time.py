@@ -275,6 +275,8 @@ def block_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed, *, aga
     tokens = config.training.micro_batch_size * config.rank_positions
     split = t if config.parallel.sequence_parallel else 1
     products, experts = _block_products(block, t), _expert_pass(config, block, speed)
+    if layer.with_head:
+        products = [(2.0 * block.hidden_size, block.hidden_size / split), *products]
     gemm = sum(speed.product(tokens, k, n) for k, n in products) + experts.gemm
     heads = block.num_attention_heads * block.head_size / t
     width = block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
@@ -330,7 +332,9 @@ def _edge_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed) -> Pas
     of_logit = LOGIT_PASSES / 2 * e, LOGIT_PASSES / 2 * e
     if speed.software.copies_logits:
         of_logit = e + 4.0 * _COPY_FORWARD, e + 4.0 * _COPY_BACKWARD
-    forward, backward = (product + Parts(memory=speed.memory(size * tokens * rows)) for size in of_logit)
+    depths = 1.0 + config.model.mtp_num_layers
+    product = product.times(depths)
+    forward, backward = (product + Parts(memory=speed.memory(depths * size * tokens * rows)) for size in of_logit)
     if head_has_loss(config) and not speed.software.copies_logits:
         return Passes(forward + backward + product + exposed[0], exposed[1])
     return Passes(forward + exposed[0], backward + exposed[1], product)
@@ -389,14 +393,14 @@ def stage_time(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Spee
 @once_per("layers")
 def _stage_alone(config: ResolvedConfig, layers: Sequence[ModelLayer], speed: Speed) -> StageTime:
     """A stage whose replicas send nothing in a microbatch."""
-    counts: Counter[tuple[int, bool]] = Counter()
-    blocks: dict[tuple[int, bool], ModelLayer] = {}
+    counts: Counter[tuple[int, bool, bool]] = Counter()
+    blocks: dict[tuple[int, bool, bool], ModelLayer] = {}
     total = Passes()
     for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
         if layer.block is None:
             total += _edge_passes(config, layer, speed)
             continue
-        counts[key := (id(layer.block), again)] += 1
+        counts[key := (id(layer.block), again, layer.with_head)] += 1
         blocks[key] = layer
     for key, count in counts.items():
         total += block_passes(config, blocks[key], speed, again=key[1]).times(count)

@@ -92,6 +92,7 @@ def held_by_layer(chunks: Sequence[Sequence[ModelLayer]]) -> list[list[int]]:
     """Parameters that a rank holds of each layer of each stage, padding included; those that two of its layers share
     are the first's."""
     names: set[str] | None = None
+    seen = set[str]()  # tied parameters, of which the rank has a copy, or the first
 
     def held(layer: ModelLayer) -> int:
         nonlocal names
@@ -102,6 +103,8 @@ def held_by_layer(chunks: Sequence[Sequence[ModelLayer]]) -> list[list[int]]:
             names = {layer.name for chunk in chunks for layer in chunk}
         owners = layer.tied.values()
         is_shared = any(owner.startswith(f"{name}.") for owner in owners for name in names - {layer.name})
+        is_shared = is_shared or not seen.isdisjoint(owners)
+        seen.update(owners)
         return count - layer.shared if is_shared else count
 
     return [[held(layer) for layer in chunk] for chunk in chunks]

@@ -127,7 +127,8 @@ def layer_sums(layer: ModelLayer) -> Sums:
     if layer.block is not None:
         block = layer.block
         count = 1 if block.experts is not None and not block.experts.moe_shared_expert_size else 2
-        return Sums(count, count)  # side by side, too: attention and MLP have a product each that x enters
+        # Side by side, too: attention and MLP have a product each that x enters. A later token is embedded first.
+        return Sums(count, count + layer.with_head)
     return Sums(0, 1) if layer.name == "embedding" else Sums(1, 0)
 
 
@@ -316,6 +317,8 @@ def _tensor_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -
     # Sums of canonical blocks are fp32: an all-to-all, and without sequence parallelism an all-gather.
     summed = 4 if canonical_blocks(config) > 1 and layer.name != "embedding" else e
     entering, leaving = layer_sums(layer)
+    if layer.name == "head":
+        entering += config.model.mtp_num_layers
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
         size = numbers * (e if pattern == "all-gather" else summed)
@@ -513,8 +516,8 @@ def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]
 def tied_gradients(config: ResolvedConfig) -> Sent | None:
     """The sum of the gradients of the tied table, on the first and the last pipeline rank; None where none is sent."""
     model, parallel = config.model, config.parallel
-    placed = placement(parallel)
-    if model.untie_embeddings_and_output_weights or placed.rank_of(placed.stages - 1) == 0:
+    placed, shares = placement(parallel), not model.untie_embeddings_and_output_weights or model.mtp_num_layers
+    if not shares or placed.rank_of(placed.stages - 1) == 0:
         return None
     t, d = ranks_of_role("layer", parallel), shard_ranks(parallel)
     size = float(term_bytes(config)) * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
@@ -549,8 +552,10 @@ def _replicated(model: ResolvedModel, layer: ModelLayer) -> int:
         if layer.block.experts is not None:  # the router, and the gate of a shared expert
             experts = layer.block.experts
             biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
+        if layer.with_head:
+            biases += 3 * norm + 2 * model.hidden_size**2
         return model.block_norms * norm + biases + whole_attention_parameters(model)
-    if layer.name == "head":
+    if layer.name == "head":  # or the first block of multi-token prediction
         return norm
     positions = model.position_rows * model.hidden_size
     learned = positions if model.position_embedding_type == "learned" else 0

@@ -395,6 +395,10 @@ def _aligned(matrix: Matrix) -> int:
 def _matrices(config: ResolvedConfig, block: ResolvedModel, name: str, *, on_cpu: bool) -> list[Matrix]:
     """A block's matrices on one rank that the optimizer takes whole, the last used first."""
     found = _of_block(config, block, on_cpu=on_cpu)
+    if int(name.rpartition(".")[2]) >= config.model.num_layers:  # the join of multi-token prediction, which comes first
+        shape, settings = (block.hidden_size, 2 * block.hidden_size), config.optimizer_settings
+        work, factors, made = settings.work_of(shape), settings.factor_bytes(shape), (Product(1, *shape),)
+        found = [*found, Matrix("join", shape, math.prod(shape), work, made, factors=factors, is_cut=False)]
     taken = _taken_whole(config.optimizer_settings, name, tuple(found))
     return [one for one, is_taken in zip(found, taken, strict=True) if is_taken]
 

@@ -33,7 +33,7 @@ class ExpertBalance(StepHook):
         self._mesh, self._rate = mesh, config.experts.moe_router_bias_update_rate
         self._sizes = config.batch_sizes
         self._drops = config.experts.moe_expert_capacity_factor is not None
-        self._blocks = [block for block in range(config.model.num_layers) if config.experts.holds(block)]
+        self._blocks = config.model.mixtures
         # Ranks with other tokens: with sequence parallelism those of the layer group too.
         self._groups = (mesh.loss, *([mesh.layer] if config.parallel.sequence_parallel else []))
         self._layers: dict[str, MoE] = {}  # by global name

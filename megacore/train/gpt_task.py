@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.data import Microbatch, PackedMicrobatch, PaddedMicrobatch
+from megacore.errors import ConfigError
 from megacore.layers.context import BuildContext
 from megacore.models.flops import adapted_flops_per_sequence, flops_per_sequence
 from megacore.models.gpt import gpt_layers
@@ -46,7 +48,15 @@ class GPTTask(TransformerTask):
         context = dataclasses.replace(context, products=products, experts=experts)
         drawn = RandomWeights(config.model, seed=config.training.seed, width_ratio=config.width_ratio)
         specs = with_adapters(layers(config.model, context), config.lora, config.model, context)
-        super().__init__(config, context, specs, weights or drawn)
+        self.depths = config.model.mtp_num_layers
+        names = ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(self.depths))) if self.depths else ()
+        super().__init__(config, context, specs, weights or drawn, loss_names=names, evaluation_names=names)
+        if self.depths:
+            if not any(spec.with_head for spec in specs):
+                raise ConfigError([f"--mtp-num-layers {self.depths} is not for a program's own layers: leave it out"])
+            weight = config.model.mtp_loss_scaling_factor / self.depths
+            self.loss_factors = torch.tensor([1.0, *[weight] * self.depths], dtype=torch.float64, device=mesh.device)
+            self.main_losses = 1
         self.side_inputs = config.beside_hidden_states
         if self.side_inputs:
             self.batch_type = PaddedMicrobatch if "padding" in self.side_inputs else PackedMicrobatch
@@ -60,14 +70,28 @@ class GPTTask(TransformerTask):
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
         """This rank's positions, each with its label: the next token, even if another rank holds its position. If the
         loss is computed in canonical blocks, the labels are those of all positions."""
+        if self.depths:
+            microbatch = self._with_later_tokens(microbatch)
         if self.sequence.group.size == 1:
             return microbatch
         return dataclasses.replace(
             microbatch,
             tokens=self.sequence.take(microbatch.tokens, 1),
-            labels=self.scored.take(microbatch.labels, 1),
-            loss_mask=self.scored.take(microbatch.loss_mask, 1),
+            labels=self.scored.take(microbatch.labels, microbatch.labels.ndim - 1),
+            loss_mask=self.scored.take(microbatch.loss_mask, microbatch.labels.ndim - 1),
         )
+
+    def _with_later_tokens(self, microbatch: Microbatch) -> Microbatch:
+        """With labels and loss mask [1 + depths, b, s]: at depth k, position i predicts what the model predicts at
+        position i + k, unless that lies beyond the text, or in another document."""
+        labels, masks = [microbatch.labels], [microbatch.loss_mask]
+        for depth in range(1, self.depths + 1):
+            mask = _shifted(microbatch.loss_mask, depth)
+            if isinstance(microbatch, PackedMicrobatch):
+                mask = mask * (_shifted(microbatch.documents, depth) == microbatch.documents)
+            labels.append(_shifted(microbatch.labels, depth))
+            masks.append(mask)
+        return dataclasses.replace(microbatch, labels=torch.stack(labels), loss_mask=torch.stack(masks))
 
     def first_input(self, microbatch: Microbatch) -> Tensor | tuple[Tensor, ...]:
         """The tokens [b, s]; of packed documents with what else the layers get, of whole sequences."""
@@ -78,16 +102,17 @@ class GPTTask(TransformerTask):
             known["padding"] = microbatch.padding
         return (microbatch.tokens, *(known[name] for name in self.side_inputs))
 
-    def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """Logits [b, s, padded V/t], or the loss where the head has it -> summed cross-entropy, scalar fp32."""
+    def loss(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """Logits [b, s, padded V/t], or the loss where the head has it -> summed cross-entropy, scalar fp32. With
+        multi-token prediction: what the head returns -> that of each depth."""
         return self._cross_entropy(output, microbatch, self.options)
 
-    def evaluation_loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+    def evaluation_loss(self, output: Any, microbatch: Microbatch) -> Tensor:
         """The negative log-likelihood, without label smoothing and z-loss."""
         return self._cross_entropy(output, microbatch, None)
 
     def counts(self, microbatch: Microbatch) -> Tensor:
-        return self.counted_here(microbatch.loss_mask.sum(dtype=torch.float64))
+        return self.counted_here(microbatch.loss_mask.sum((-2, -1), dtype=torch.float64))
 
     def flops_per_sequence(self) -> float:
         model, length, lora = self.config.model, self.config.data.seq_length, self.config.lora
@@ -95,10 +120,19 @@ class GPTTask(TransformerTask):
             return adapted_flops_per_sequence(model, length, lora)
         return flops_per_sequence(model, length)
 
-    def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
+    def _cross_entropy(self, output: Any, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
+        if isinstance(output, tuple):
+            of_depth = zip(output, microbatch.labels, microbatch.loss_mask, strict=True)
+            return torch.stack([self._summed(*each, options) for each in of_depth])
         if self.head_has_loss:
             return self.counted_here(output)
-        labels, mask = microbatch.labels, microbatch.loss_mask
-        if self.compiled_loss is not None:
-            return self.compiled_loss(output, labels, mask, options=options, share=self.share)
-        return summed_cross_entropy(output, labels, mask, options=options, share=self.share)
+        return self._summed(output, microbatch.labels, microbatch.loss_mask, options)
+
+    def _summed(self, logits: Tensor, labels: Tensor, mask: Tensor, options: CrossEntropyOptions | None) -> Tensor:
+        loss = self.compiled_loss or summed_cross_entropy
+        return loss(logits, labels, mask, options=options, share=self.share)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """[b, s] -> each position has what is `by` positions further on, the last ones 0."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1)

@@ -96,7 +96,7 @@ class StepMetrics:
         if config.rampup.rampup_batch_size:
             sequences = config.batch_sizes.of_step(result.step)
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
-        means = term_means(task.loss_names, result.means, result.counts)
+        means = term_means(task.loss_names, result.means, result.counts, losses=task.main_losses)
         record = {
             **{f"train/{name}": mean for name, mean in means.items()},
             "train/grad_norm": float(result.grad_norm),

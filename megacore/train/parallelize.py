@@ -222,5 +222,6 @@ def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> i
     """The largest number of gradients of one parameter that a step adds: one per microbatch and use, per canonical
     block and, with sequence parallelism, per rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
+    uses += config.model.mtp_num_layers  # of the output layer
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
     return microbatches * uses * max(mesh.layer.size, canonical_blocks(config))

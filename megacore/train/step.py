@@ -91,9 +91,9 @@ class Evaluation:
 class BatchLossWeight:
     """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
     `counts`: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`. `loss_scale`:
-    the fp16 loss scale, a further factor of `value`."""
+    the fp16 loss scale, a further factor of `value`; or that of each sum of the loss."""
 
-    def __init__(self, counts: Tensor, group: Group, loss_scale: float) -> None:
+    def __init__(self, counts: Tensor, group: Group, loss_scale: float | Tensor) -> None:
         self.counts, self._loss_scale = counts, loss_scale
         self._sum = start_all_reduce_(counts, group) if group.size > 1 else None
 
@@ -156,7 +156,7 @@ class TrainStep:
         the loss's shape; replaced by the global batch's. `updates`: whether the weights are updated from these
         gradients."""
         scale = self.update.scaler.scale
-        self._loss_weight = BatchLossWeight(counts, self.mesh.loss, scale)
+        self._loss_weight = BatchLossWeight(counts, self.mesh.loss, scale * self.task.loss_factors)
         # False where the optimizer's ranks exchange momentum instead of gradients.
         sums_gradients = self.update.optimizer.begin_step(self.update.updates)
         self.model.data_parallel.begin_step(scale, sums_gradients=sums_gradients, compresses=updates)
@@ -212,7 +212,7 @@ class TrainStep:
             raise TrainingDiverged(f"{outcome.stop}: use {outcome.remedies}, or look at the data of these steps")
         result = StepResult(
             step=self.step,
-            loss=means.sum(),
+            loss=means.flatten()[: self.task.main_losses].sum(),
             means=means,
             counts=loss_weight.counts,
             grad_norm=outcome.norm,

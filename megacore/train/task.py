@@ -42,6 +42,8 @@ class Task(ABC):
         evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
     """
 
+    loss_factors: float | Tensor = 1.0  # what training multiplies each sum of the loss by
+    main_losses: int | None = None  # how many of the means, from the first, add up to the reported loss; None: all
     blocks: Blocks = ONE_BLOCK  # where sums over features, heads and positions are cut, for --reproducible
     batch_type: type[Batch] = Microbatch
     # What describes the layers: the configuration, a program for the model of a configuration, or only the caller.
@@ -157,9 +159,9 @@ class TransformerTask(Task):
         return x if not self.blocks.divide or self.blocks.sequence.group.is_first else x - x.detach()
 
     def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
-        """Those of `Scored`, where the head computes the loss."""
-        if not self.head_has_loss:
+        """Those of `Scored`, where the head computes the loss, or blocks before it predict later tokens."""
+        if not self.head_has_loss and self.main_losses is None:
             return ()
         labels = microbatch.labels
-        factor = torch.ones((), device=labels.device) if weight is None else weight.value()
+        factor = torch.ones(self.loss_shape, device=labels.device) if weight is None else weight.value()
         return Scored(labels, microbatch.loss_mask, factor)

@@ -240,7 +240,7 @@ class Trainer:
         returns the loss of the first."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
-        names, losses = self.task.evaluation_names, len(self.task.loss_names) or None
+        names, losses = self.task.evaluation_names, self.task.main_losses or len(self.task.loss_names) or None
         record: dict[str, float | None] = {}
         for of in self._valid_names:
             batches = islice(self.valid_batches, self.config.training.eval_iters)

@@ -291,7 +291,7 @@ def all_counted(steps: TrainStep, function: Function) -> Function:
 
 def labels_shifted(steps: TrainStep, function: Function) -> Function:
     """The loss is that of the labels one position further."""
-    return _of_changed(function, lambda microbatch: {"labels": microbatch.labels.roll(1, dims=1)})
+    return _of_changed(function, lambda microbatch: {"labels": microbatch.labels.roll(1, dims=-1)})
 
 
 def _of_changed(function: Function, change: Callable[[Any], dict[str, Tensor]]) -> Function:

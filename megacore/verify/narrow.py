@@ -159,6 +159,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         **short,
         preset=None,
         num_layers=layers,
+        mtp_num_layers=min(model.mtp_num_layers, 2),
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=size,

@@ -204,8 +204,9 @@ def _check_view(steps: TrainStep) -> Check | None:
     if not config.is_causal or drops or steps.task.layers_from == "program":
         return None
     model, outputs, differences = config.model, list[Tensor](), list[float]()
-    microbatch = next(iter(batches(config, steps.mesh, steps.task, after=WARMUP_STEPS)))[0]
-    keep = stage.layers[-2].register_forward_hook(lambda _, __, y: outputs.append(y[0] if isinstance(y, tuple) else y))
+    microbatch = steps.task.of_rank(next(iter(batches(config, steps.mesh, steps.task, after=WARMUP_STEPS)))[0])
+    last = stage.layers[-2 - model.mtp_num_layers]
+    keep = last.register_forward_hook(lambda _, __, y: outputs.append(y[0] if isinstance(y, tuple) else y))
     stage.eval()
     b, s = microbatch.tokens.shape
     documents = getattr(microbatch, "documents", torch.zeros_like(microbatch.tokens))
@@ -244,7 +245,8 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
     routers = _Routers(steps) if _Routers.are_known(steps.config) and not is_own else None
     stage.runner = None
     stage.train()
-    microbatches = next(iter(batches(steps.config, steps.mesh, steps.task, after=WARMUP_STEPS)))
+    source = batches(steps.config, steps.mesh, steps.task, after=WARMUP_STEPS)
+    microbatches = [steps.task.of_rank(microbatch) for microbatch in next(iter(source))]
     counts = sum(steps.task.counts(microbatch) for microbatch in microbatches)
     assert isinstance(counts, Tensor)
     per_count = torch.where(counts > 0, 1.0 / counts, 0.0)
@@ -256,7 +258,7 @@ def _check_gradients(layout: ResolvedConfig, steps: TrainStep, record: Record) -
         for microbatch in microbatches:
             steps.task.streams.microbatch = microbatch.index
             output = stage(steps.task.first_input(microbatch), partial(steps.task.last_inputs, None, microbatch))
-            loss = (_plain_loss(steps, output, microbatch) * per_count).sum()
+            loss = (_plain_loss(steps, output, microbatch) * per_count * steps.task.loss_factors).sum()
             loss = loss if routers is None else loss + routers.losses()
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=True):
@@ -333,8 +335,11 @@ def _plain_loss(steps: TrainStep, output: Any, microbatch: Any) -> Tensor:
     task, training = steps.task, steps.config.training
     if not isinstance(task, GPTTask) or task.head_has_loss or training.z_loss:
         return task.loss(output, microbatch)
-    logits = output[..., : steps.config.model.vocab_size].float().flatten(0, 1)
-    per_token = F.cross_entropy(
-        logits, microbatch.labels.flatten(), reduction="none", label_smoothing=training.label_smoothing
-    )
-    return (per_token * microbatch.loss_mask.flatten()).sum()
+    outputs = output if isinstance(output, tuple) else (output,)  # with multi-token prediction one for each depth
+    targets, masks = (x.reshape(len(outputs), -1) for x in (microbatch.labels, microbatch.loss_mask))
+    sums = []
+    for one, labels, mask in zip(outputs, targets, masks, strict=True):
+        logits = one[..., : steps.config.model.vocab_size].float().flatten(0, 1)
+        per_token = F.cross_entropy(logits, labels, reduction="none", label_smoothing=training.label_smoothing)
+        sums.append((per_token * mask).sum())
+    return torch.stack(sums)

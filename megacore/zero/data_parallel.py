@@ -111,7 +111,8 @@ class DataParallel:
         uses = Counter(parameter.spec.name for layer in self.layers for parameter in layer.parameters)
         self._inlets = [_Inlet(self, bucket, member) for bucket in self.buckets for member in bucket.members]
         for inlet in self._inlets:
-            inlet.connect(is_used_once=uses[inlet.parameter.spec.name] == 1)
+            again = uses[inlet.parameter.spec.name] > 1 or inlet.parameter.used_again
+            inlet.connect(is_used_once=not again)
 
     def _add_chunk(self, modules: Iterable[nn.Module], bucket_bytes: int) -> None:
         """Shard the layers of the rank's next pipeline stage, which a generator may build meanwhile."""

@@ -131,6 +131,8 @@ def _family(model_type: str) -> Family:
         buffers=tuple(table.get("buffers", ())),
         ties=table["ties"],
         unused=table.get("unused", {}),
+        block=table["block"],
+        shared_by_prediction=table.get("shared_by_prediction", {}),
         bert_style=table.get("bert_style"),
         bert_section=None if section is None else _BERT_PARTS[section](),
         without_sentences=table.get("without_sentences"),

@@ -3,7 +3,8 @@ which of its tensors are which of megacore's, in which order of rows. families.t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +67,9 @@ class Family:
     ties: Mapping[str, str]  # a tensor of theirs that a tied model does not store -> the one that it is tied to
     # A tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
     unused: Mapping[str, str]
+    block: str  # what the names of a block's tensors begin with
+    # The end of a tensor's name in a block of multi-token prediction -> the tensor that it repeats.
+    shared_by_prediction: Mapping[str, str]
     bert_style: Literal["classic", "modern"] | None  # for a BERT, its style; None: it predicts the next token
     bert_section: BertPart | None
     without_sentences: str | None  # the class of a BERT without the sentence task
@@ -123,6 +127,24 @@ class Family:
         theirs = {row.ours: next((one for one in row.theirs if one in values), row.theirs[0]) for row in copied}
 
         return with_names(problem.rsplit(": ", 1)[0], lambda ours: theirs.get(ours, ours))
+
+    def stored_model(self, model: ResolvedModel, names: Iterable[str]) -> ResolvedModel:
+        """A model without blocks of multi-token prediction where no tensor is of one: transformers saves models without
+        them, and config.json does not say so."""
+        rule = self.rules.get("blocks.{i}.join.weight")
+        if model.mtp_num_layers and not (rule and any(name.endswith(rule.theirs[0].split("{i}")[1]) for name in names)):
+            return dataclasses.replace(model, mtp_num_layers=0)
+        return model
+
+    def prediction_copies(self, model: ResolvedModel) -> dict[str, str]:
+        """Names in blocks of multi-token prediction under which tensors are stored again -> the ones they repeat."""
+        ties, shared = {} if model.untie_embeddings_and_output_weights else self.ties, self.shared_by_prediction
+        blocks = self.prediction_blocks(model)
+        return {block + end: ties.get(name, name) for block in blocks for end, name in shared.items()}
+
+    def prediction_blocks(self, model: ResolvedModel) -> tuple[str, ...]:
+        """What the names of tensors begin with in each block of multi-token prediction."""
+        return tuple(self.block.replace("{i}", str(model.num_layers + n)) for n in range(model.mtp_num_layers))
 
     def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> ResolvedBert | None:
         """The BERT section of a config.json that `to_model` accepts; None where the model is no BERT. `paired`: whether
