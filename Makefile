@@ -8,7 +8,7 @@
 # make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/reports/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
 # make docs         build the documentation as a site: build/site/index.html
-# make lint | format | docs-check | build | clean | distclean
+# make help | lint | format | docs-check | build | clean | distclean
 
 VENV := .venv
 # Test files that run side by side: many leave a second core idle, and what several files share is made in each.
@@ -37,24 +37,30 @@ export PYTHONNOUSERSITE := 1
 
 # An environment that was moved, that lost its interpreter, or that is not the PYTHON asked for is made anew.
 VERSION := import sys; print(*sys.version_info[:2], sep=".")
-$(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(VENV)/bin/python -c '' 2>/dev/null || rm -f $(STAMP))
+ANEW := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(VENV)/bin/python -c '' 2>/dev/null || echo anew)
 # `make gpu-check` leaves the environment alone.
 ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
-$(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
+ANEW += $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || echo anew)
 endif
 
-.PHONY: setup setup-dev docs quickstart test pytest test-slow golden peers gpu-check gpu-wheels lint format docs-check build clean distclean
+.PHONY: help anew setup setup-dev docs quickstart test pytest test-slow golden peers gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
+
+help:
+	@sed -n 's/^# make/make/p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)
 
 setup-dev: $(DEV_STAMP)
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+# Through a link, `venv --clear` would empty the environment of another directory.
+$(STAMP): setup.cfg pyproject.toml constraints.txt $(if $(strip $(ANEW)),anew)
+	@[ -z "$(strip $(ANEW))" ] || [ ! -L $(VENV) ] || { \
+		echo "$(VENV) is a link to $$(readlink $(VENV)), which is not of this directory: remove the link (rm $(VENV)), or run the tools without make." >&2; exit 2; }
 	@$(or $(PYTHON),python3) -c '$(AT_LEAST)' || { \
 		echo "megacore needs Python 3.11 or newer; '$(or $(PYTHON),python3)' is $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
 		echo "Install one and name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@[ -f $@ ] || $(PYTHON) -m venv --clear $(VENV) || { \
+	@[ -z "$(strip $(ANEW))" ] || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 2; }
 	$(PIP) -q -c constraints.txt setuptools
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[convert,preprocess]'

@@ -12,13 +12,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
+from megacore.checkpoint.manifest import find_checkpoint
 from megacore.commands.tool import ToolParser, add_program, positive, run_tool, whole
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float
 from megacore.config.training import MAX_SEED
 from megacore.errors import UserError
-from megacore.inference.generate import Sampling, generate
-from megacore.inference.trained import causal_model
 from megacore.remote import usable
 
 
@@ -28,7 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: Namespace) -> None:
-    model = causal_model(usable(args.run), args.tokenizer, args.program)
+    directory = find_checkpoint(usable(args.run))
+    # Torch takes seconds to import: not before the command line and the path are right.
+    from megacore.inference.generate import Sampling, generate
+    from megacore.inference.trained import causal_model
+
+    model = causal_model(directory, args.tokenizer, args.program)
     tokenizer = model.tokenizer
     prompt = tokenizer.encode(_text(args.prompt))
     if not prompt:
@@ -54,6 +58,8 @@ def _generate(args: Namespace) -> None:
         show(complete=False)
     show(complete=True)
     print()
+    if tokens == prompt:
+        print("the model ended the document at once: try another --seed, or train longer", file=sys.stderr)
 
 
 def _parser() -> ToolParser:

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
-from megacore.data.indexed.corpus import TextUnit, check_files
+from megacore.data.indexed.corpus import TextUnit, check_files, is_json
 from megacore.data.indexed.preprocess import Job, Report, preprocess
 from megacore.data.tokenizers.chat_template import ChatTemplate, load_template
 from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
@@ -54,7 +54,7 @@ def _parser() -> ToolParser:
     flag("--json-keys KEY", keys, nargs="+", default=["text"])
     flag("--append-eod", "end every document with the end-of-document token")
     flag("--split-sentences", "make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence")
-    flag("--text-unit", "what is a document in plain text", choices=get_args(TextUnit), default="line")
+    flag("--text-unit", "what is a document in plain text. Default: line.", choices=get_args(TextUnit))
     flag("--workers N", "processes that tokenize. Default: one per core.", worker_count, available_cores())
     flag(
         "--encoder",
@@ -95,6 +95,7 @@ def _preprocess(args: Namespace) -> None:
     # The worker processes are the parallelism: threads within each would only get in each other's way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     file_bytes = check_files(args.input, None if args.sft else args.json_keys)
+    by_default, args.text_unit = args.text_unit is None, args.text_unit or "line"
     same = ("output_prefix", "append_eod", "split_sentences", "text_unit", "workers", "strict", "sft", "deduplicate")
     lists: dict[str, Any] = {"inputs": tuple(args.input), "json_keys": tuple(args.json_keys)}
     job = Job(**lists, **{name: getattr(args, name) for name in (*same, "tokenizer")})
@@ -109,6 +110,9 @@ def _preprocess(args: Namespace) -> None:
             template=template,
             fast=_encoder(args, tokenizer, file_bytes),
         )
+    plain = [path for path in args.input if not is_json(path)]
+    if plain and by_default and not args.sft:
+        print(f"{plain[0]}: each line is one document (--text-unit file or paragraph changes that)", file=sys.stderr)
     _summarize(job, report)
 
 

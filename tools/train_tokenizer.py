@@ -16,13 +16,13 @@ from typing import get_args
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config.messages import counted
+from megacore.config.messages import counted, one_of
 from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
 from megacore.data.indexed.documents import BadLine, parse
 from megacore.data.indexed.writer import refuse_overwriting
 from megacore.data.tokenizers.tokenizer import refuse_other_kind, refuse_replacing, saved_files
 from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
-from megacore.errors import UserError
+from megacore.errors import DataError, UserError
 
 LARGEST_VOCABULARY = 10_000_000
 
@@ -82,13 +82,19 @@ class _Texts:
         self.bad: list[BadLine] = []
 
     def __iter__(self) -> Iterator[str]:
+        """Raises DataError where there is no text."""
         self.bad.clear()
+        found = False
         for path in self._args.input:
             for chunk in read_chunks(path, self._args.text_unit, columns=self._args.json_keys):
                 parsed = parse(chunk, self._args.json_keys if chunk.unit == "json" else ("text",))
                 self.bad.extend(parsed.bad)
                 for texts in parsed.texts:
+                    found = found or any(texts)
                     yield from texts
+        if not found:
+            first = f"the first bad line is {self.bad[0]}" if self.bad else "all documents are empty"
+            raise DataError(f"{one_of(self._args.input)}: no text to train on ({first})")
 
 
 if __name__ == "__main__":

@@ -484,9 +484,10 @@ def base_of(manifest: Manifest, directory: Location, given: Path | str | None = 
     """
     source = str(given) if given is not None else manifest.settings.get("pretrained_checkpoint")
     if not isinstance(source, str):
+        theirs = manifest.settings.get("init_from_hf") or "DIR"
         raise CheckpointError(
-            f"{directory} has adapters, trained beside weights that are no checkpoint of megacore: convert these with "
-            "tools/convert_checkpoint.py --from hf --to megacore, and then merge both with --merge --base DIR"
+            f"{directory} has adapters, trained beside weights that are no checkpoint of megacore: first merge both "
+            f"with {merging(directory, directory.parent)} --base {theirs}"
         )
     base = find_checkpoint(location(source))
     if _BASE in manifest.series and manifest.series[_BASE] != base_mark(str(base))[_BASE]:
@@ -495,6 +496,12 @@ def base_of(manifest: Manifest, directory: Location, given: Path | str | None = 
             "give the step_NNNNNNNN directory of the right one, with --pretrained-checkpoint or --base"
         )
     return base
+
+
+def merging(directory: Location, run: Location) -> str:
+    """The command that adds the adapters of a checkpoint to their base. `run`: beside which the output is put."""
+    tool = "python tools/convert_checkpoint.py --from megacore --to megacore --merge"
+    return f"{tool} {directory} --output {run}-merged"
 
 
 def base_mark(source: str | None) -> dict[str, list[float]]:

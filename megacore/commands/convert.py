@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import shutil
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megacore.checkpoint.download import local_checkpoint
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY
-from megacore.checkpoint.manifest import base_of, find_checkpoint, read_manifest
+from megacore.checkpoint.manifest import base_of, find_checkpoint, merging, read_manifest
 from megacore.commands.tool import ToolParser, add_program, local_path, positive
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
@@ -81,8 +82,12 @@ def parser() -> ToolParser:
         "--merge",
         "adds adapters of --lora-rank to the weights that they were trained beside, with --from megacore --to megacore",
     )
-    owner = "checkpoint that adapters belong to, for --merge and --from peft. Default: where their run found it."
-    flag("--base DIR", owner, local_path)
+    flag(
+        "--base DIR",
+        "checkpoint that adapters belong to, for --from peft, and for --merge, where it may be of transformers. "
+        "Default: where their run found it.",
+        local_path,
+    )
     like = "take config.json and tokenizer from this directory: for an export, and for --from dcp and deepspeed"
     flag("--like DIR", like, local_path)
     flag("--ema", "export the moving average of the weights (--ema-decay of the run), with --from megacore")
@@ -180,20 +185,40 @@ def _refuse_adapters(args: Namespace) -> None:
     directory = find_checkpoint(args.run)
     if read_manifest(directory).settings.get("lora_rank") is not None:
         raise UserError(
-            f"{directory} has adapters, and not the weights of the model: use --to peft, or make a checkpoint of both "
-            "with --to megacore --merge first"
+            f"{directory} has adapters, and not the weights of the model: use --to peft, or first merge both with "
+            f"{merging(directory, args.run)}"
         )
 
 
 def _merge(args: Namespace, temporary: Path) -> None:
     adapters = CheckpointTensors(args.run)
-    base = CheckpointTensors(Path(str(base_of(adapters.manifest, adapters.directory, args.base))))
-    write_merged(adapters, base, temporary, most_bytes=args.max_shard_size)
-    print(f"{adapters.directory}: merged into {base.directory}")
-    tokens = check_tokens(base.config, base.directory / TOKENIZER_DIRECTORY, args.check_tokens)
-    agreement = compare_adapted(adapters, base, temporary, tokens)
+    with _base(args, adapters, temporary) as (name, base):
+        write_merged(adapters, base, temporary, most_bytes=args.max_shard_size)
+        print(f"{adapters.directory}: merged into {name}")
+        tokens = check_tokens(base.config, base.directory / TOKENIZER_DIRECTORY, args.check_tokens)
+        agreement = compare_adapted(adapters, base, temporary, tokens)
     _report(agreement, not_crossed(base.config, tokens))
     agreement.require(args.tolerance)
+
+
+@contextmanager
+def _base(args: Namespace, adapters: CheckpointTensors, temporary: Path) -> Iterator[tuple[str, CheckpointTensors]]:
+    """The name and the tensors of what adapters were trained beside; a directory of transformers is converted for the
+    time."""
+    settings = adapters.manifest.settings
+    given = args.base or settings.get("init_from_hf")
+    if given is None or not (Path(str(given)) / "config.json").is_file():
+        base = CheckpointTensors(Path(str(base_of(adapters.manifest, adapters.directory, args.base))))
+        yield str(base.directory), base
+        return
+    between = temporary.with_name(f"{temporary.name}-base")
+    try:
+        between.mkdir()
+        ignored = settings.get("ignore_config_field")
+        _from_hf(Namespace(**{**vars(args), "run": Path(str(given)), "ignore_config_field": ignored}), between)
+        yield str(given), CheckpointTensors(between)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
 
 
 def _to_peft(args: Namespace, temporary: Path) -> None:

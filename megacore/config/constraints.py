@@ -17,7 +17,7 @@ from megacore.config.model import MUP_OPTIMIZERS
 from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.parallel import V_SCHEDULES
 from megacore.config.pipeline_layout import parse_layout
-from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, divisors_of, message, multiples_of, up_to
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, divisors_of, message, multiples_of, up_to
 from megacore.config.rampup import ramp_problems
 from megacore.config.reproducible import REPRODUCIBLE_RULES
 from megacore.config.rules import FURTHER, OUT, AtMost, Divides, Excludes, Out, Rule, Settings, larger, use
@@ -419,11 +419,10 @@ def _schedule(c: Settings) -> Iterator[str]:
         length = f"the {end} full batches of --train-iters {iters} with --rampup-batch-size {ramp}"
     if warmup >= end:
         rises = c.lr_decay_style == "1cycle"  # whose warm-up has a step at least
-        yield Problem(
-            f"--lr-warmup-iters {warmup} must be below {length}",
-            up_to("lr_warmup_iters", warmup, end - 1, low=1 if rises else 0),
-            larger(name, warmup),
-        )
+        less: Way = up_to("lr_warmup_iters", warmup, end - 1, low=1 if rises else 0)
+        if tenth := end // 10:
+            less = Change(f"{tenth} (a tenth)", {"lr_warmup_iters": tenth})
+        yield Problem(f"--lr-warmup-iters {warmup} must be below {length}", less, larger(name, warmup))
     elif c.lr_decay_style == "WSD" and final is not None and warmup + final > end:
         yield Problem(
             f"--lr-warmup-iters {warmup} + --lr-decay-style wsd-decay-iters={final} = {warmup + final} must be at "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TypeGuard
@@ -136,6 +138,14 @@ def _missing_dataset(given: str, prefix: str) -> str | None:
     existing = [name for name in written if os.path.isfile(name + ".idx")]
     if existing:
         return f"{given}{prefix} has no .bin and .idx: use {one_of(existing)}"
+    if datasets := sorted(glob.glob(f"{glob.escape(prefix)}/*.idx")):
+        return f"{given}{prefix} is a directory: use {one_of([os.path.splitext(name)[0] for name in datasets[:4]])}"
+    if os.path.isfile(prefix):
+        name = shlex.quote(prefix)
+        return (
+            f"{given}{prefix} is no dataset: make one with python tools/preprocess_data.py --input {name} --tokenizer "
+            f"DIR --output-prefix {shlex.quote(stem)}, and use {stem}_text_document"
+        )
     names = " and ".join(prefix + ext for ext in missing)
     return f"{given}{prefix}: {names} not found: use the PREFIX that tools/preprocess_data.py wrote"
 

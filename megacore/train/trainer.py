@@ -344,4 +344,5 @@ class Trainer:
             return f"evaluated at step {self.step}, without training; the output is in {training.output_dir}"
         ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
-        return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; the output is in {training.output_dir}"
+        way = "; the same command with --load auto continues" if stopped else ""
+        return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; the output is in {training.output_dir}{way}"

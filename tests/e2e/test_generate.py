@@ -159,9 +159,12 @@ def test_half_a_character_at_the_end_is_printed(
     tokenizer = train_tokenizer(["a rope and a ship, a rope and the sea. " * 20], "bpe", 300)
     new = tokenizer.encode(" a \N{SNOWMAN}")[:-1]
     monkeypatch.setattr("megacore.inference.trained.tokenizer_of", lambda *_: tokenizer)
-    monkeypatch.setattr("tools.generate.generate", lambda *_, **__: iter(new))
+    monkeypatch.setattr("megacore.inference.generate.generate", lambda *_, **__: iter(new))
     assert generate(words(checkpoint=checkpoint, prompt="ship", max_new_tokens=9)) == 0
-    assert capsys.readouterr().out == "ship a \N{REPLACEMENT CHARACTER}\n"
+    assert capsys.readouterr() == ("ship a \N{REPLACEMENT CHARACTER}\n", "")
+    monkeypatch.setattr("megacore.inference.generate.generate", lambda *_, **__: iter([tokenizer.eod]))
+    assert generate(words(checkpoint=checkpoint, prompt="ship", max_new_tokens=9)) == 0
+    assert capsys.readouterr().err == "the model ended the document at once: try another --seed, or train longer\n"
 
 
 # ---- lm-eval ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launching import ROOT, TORCHRUN, records_of, run_cold, run_warm
+from tests.test_argv import answer
 
 README = ROOT / "README.md"
+GETTING_STARTED = ROOT / "docs" / "start" / "getting-started.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 BLOCK = re.compile(r"^(<!-- runnable -->\n|<!-- runnable: page -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -117,8 +120,17 @@ def test_the_runnable_commands_run_in_bash(text: str, checkout: Path) -> None:
     trained(checkout)
 
 
+def test_what_getting_started_says_of_a_laptop_is_accepted() -> None:
+    block = blocks(GETTING_STARTED, "bash", mark="runnable")[0].replace("\\\n", " ")
+    command = block.partition("pretrain_gpt.py")[2].partition("\n")[0]
+    words = re.sub(r"--data-path \S+ +--tokenizer \S+", "--mock-data --vocab-size 64", command)
+    for flag, value in re.findall(r"(--\S+) (\d+)", re.findall(r"begin with `(.*)`", GETTING_STARTED.read_text())[0]):
+        words = re.sub(rf"(?<={flag} )\S+", value, words)
+    assert answer({"plain": "", "ranks": 4, "program": "pretrain_gpt.py"}, words).sentences == []
+
+
 def test_there_are_runnable_commands() -> None:
-    assert len(blocks(ROOT / "docs" / "start" / "getting-started.md", "bash", mark="runnable")) == 4
+    assert len(blocks(GETTING_STARTED, "bash", mark="runnable")) == 4
 
 
 @PAGES
@@ -137,6 +149,22 @@ def test_every_make_target_exists(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE))
     assert {name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)} == set()
+
+
+def test_make_leaves_an_environment_alone_that_is_of_another_directory(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ".installed").write_text("/theirs")
+    (tmp_path / ".venv").symlink_to("theirs")
+    for name in ("Makefile", "setup.cfg", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = {
+        words: subprocess.run(["make", *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False)
+        for words in ("-n quickstart", "no-target", "help", "setup")
+    }
+    assert [one.returncode for one in done.values()] == [0, 2, 0, 2]
+    assert ".venv is a link to theirs, which is not of this directory: remove the link" in done["setup"].stderr
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == [".installed"]
+    assert done["help"].stdout.startswith("make setup ")
 
 
 @PAGES

@@ -103,7 +103,7 @@ def check_files(paths: Sequence[str], columns: Sequence[str] | None = None, *, r
     total = 0
     for path in paths:
         if Path(path).is_dir():
-            raise DataError(f"--input {path} is a directory: give the files in it")
+            raise DataError(f"--input {path} is a directory: give the files in it, {path}/*")
         try:
             if Path(path).is_fifo():  # opening and closing it would end whoever writes to it
                 if read_again or Path(path).suffix == _PARQUET:
