@@ -138,7 +138,7 @@ def _missing_dataset(given: str, prefix: str) -> str | None:
     existing = [name for name in written if os.path.isfile(name + ".idx")]
     if existing:
         return f"{given}{prefix} has no .bin and .idx: use {one_of(existing)}"
-    if datasets := sorted(glob.glob(f"{glob.escape(prefix)}/*.idx")):
+    if os.path.isdir(prefix) and (datasets := sorted(glob.glob(f"{glob.escape(prefix)}/*.idx"))):
         return f"{given}{prefix} is a directory: use {one_of([os.path.splitext(name)[0] for name in datasets[:4]])}"
     if os.path.isfile(prefix):
         name = shlex.quote(prefix)
