@@ -1,7 +1,7 @@
 """Writes the ledger of a run (--ledger): a line for each start, step, rollback and save.
 
 A step's line has the numbers of its samples, the loss and the gradient norm bit by bit, and the learning rate. Every
---ledger-interval steps it also has the hashes of the state and of the samples themselves; a save's line has those of
+--ledger interval steps it also has the hashes of the state and of the samples themselves; a save's line has those of
 each tensor. On an accelerator a line is written one step later, so that nothing waits for it.
 """
 

@@ -31,7 +31,7 @@ class WatchConfig(Section):
     ledger: bool = False
     """Writes OUTPUT_DIR/ledger.jsonl: a line for each step, chained by hashes, which tools/audit.py checks
     (docs/guides/audit.md)."""
-    ledger_interval: Annotated[int, Range(1), Needs("ledger")] = 20
+    ledger_interval: Annotated[int, Range(1)] = 20
     """Steps between hashes of weights and optimizer state in the ledger, which also has those of each save."""
 
 
