@@ -68,7 +68,8 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str]) 
     try:
         settings.write_text(tomli_w.dumps(_settings(manifest, before.record["facts"], since.record["facts"])))
         words = ["--config", str(settings), "--output-dir", str(work / "output")]
-        words += [] if save.kind == "start" else ["--load", str(directory)]
+        if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
+            words += ["--load", str(directory)]
         status = launch(read_config([*words, *flags], prog="audit.py"), body)
     finally:
         if local_rank == "0":

@@ -124,7 +124,7 @@ class ParallelConfig(Section):
     Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """What the --dp x --cp ranks shard. 1: optimizer state and master weights. 2: gradients too. 3: parameters too.
-    Results are the same for every stage."""
+    Results are the same for every stage. On one such rank there is nothing to shard."""
     zero_shard_size: Annotated[int | None, Range(2), Needs(zero_stage=(1, 2, 3))] = None
     """Neighbouring --dp x --cp ranks that shard with --zero-stage 1 to 3, such as those of a node. Gradients are
     all-reduced between these groups. Default: all of them."""

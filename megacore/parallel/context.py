@@ -154,6 +154,7 @@ class _GatheredAttention(Node):
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         ctx.mark_non_differentiable(logarithm)
+        ctx.set_materialize_grads(False)  # no zeros as its gradient
         return out, logarithm
 
     @staticmethod
@@ -235,6 +236,7 @@ class _RingAttention(Node):
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         ctx.mark_non_differentiable(logarithm)
+        ctx.set_materialize_grads(False)  # no zeros as its gradient
         return out, logarithm
 
     @staticmethod
@@ -422,6 +424,7 @@ class _CopiedKeysAttention(Node):
         ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
         ctx.key_heads = key.shape[1]
         ctx.mark_non_differentiable(logarithm)
+        ctx.set_materialize_grads(False)  # no zeros as its gradient
         return out, logarithm
 
     @staticmethod

@@ -12,7 +12,6 @@ becomes an ordinary checkpoint by a manifest, and is loaded like any other, on a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import mmap
 import os
@@ -27,12 +26,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megacore.checkpoint.directory import MANIFEST_NAME, next_serial
-from megacore.checkpoint.files import FileEntry, describe, verify
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest, schema_of
-from megacore.checkpoint.storage import LocalRun
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import FileEntry, verify
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of
 from megacore.errors import CheckpointError, StorageError
-from megacore.files import replace_bytes, sync, take_lock
+from megacore.files import replace_bytes, take_lock
 from megacore.job_directory import job_directories, job_directory, make
 
 SLOTS = 2
@@ -168,21 +166,6 @@ def record_of(rank: int) -> str:
 def write_manifest(slot: Path) -> None:
     """Make a slot that has every part a checkpoint."""
     replace_bytes(slot / MANIFEST_NAME, _manifest(list(_records(slot).values())).encode(), durable=False)
-
-
-def save_slot(slot: Path, run: Path) -> Path:
-    """Save a slot that has every part as a checkpoint of a run on disk, whose directory is returned. Raises OSError."""
-    write_manifest(slot)
-    manifest, storage = read_manifest(slot), LocalRun(run)
-    first, last = storage.begin(manifest.step)
-    files = {}
-    for name in manifest.files:
-        copy = Path(shutil.copyfile(slot / name, run / first / name))
-        sync(copy)
-        files[name] = describe(copy)
-    storage.publish(first, last, dataclasses.replace(manifest, files=files, serial=next_serial(run)).to_json())
-    storage.point_to(last)
-    return run / last
 
 
 def keepers() -> Iterator[tuple[int, dict[str, Any]]]:

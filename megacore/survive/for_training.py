@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
-from megacore.parallel.collectives import barrier
-from megacore.parallel.mesh import Mesh, host_group
-from megacore.survive.copies import remove_older, write_manifest
+from megacore.survive.copies import remove_older
 from megacore.train.starting import set_torch_defaults
 from megacore.train.survival import Survival
 
 if TYPE_CHECKING:
+    from megacore.parallel.mesh import Mesh
     from megacore.survive.keeper import Keeper
     from megacore.survive.meeting import Plan
     from megacore.train.callbacks import Callback
@@ -71,11 +70,7 @@ class _Survival(Survival):
         load = plan.load
         if plan.slot:
             slot = keeper.memory.path / plan.slot
-            if max(plan.nodes):
-                importlib.import_module("megacore.survive.peers").bring(slot, plan.parts, plan.nodes, host_group(mesh))
-            if plan.nodes.index(plan.nodes[mesh.world.rank]) == mesh.world.rank:
-                write_manifest(slot)
-            barrier(mesh.world)
+            importlib.import_module("megacore.survive.peers").complete(slot, plan.parts, plan.nodes, mesh)
             load = str(slot)
         checkpoint = dataclasses.replace(config.checkpoint, load=load)
         return dataclasses.replace(

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,12 +25,15 @@ from types import FrameType
 
 from megacore import has_ring
 from megacore.checkpoint.directory import next_serial, published
+from megacore.checkpoint.files import describe
 from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint.storage import LocalRun
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError
+from megacore.files import sync
 from megacore.remote import location
-from megacore.survive.copies import Inventory, NodeMemory, newest, save_slot
+from megacore.survive.copies import Inventory, NodeMemory, newest, write_manifest
 from megacore.survive.layouts import layout_for
 from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence
 from megacore.train.peers import HANDLED
@@ -400,6 +404,21 @@ def _numbers(here: Mapping[int, Presence], ranks: Sequence[int]) -> list[int]:
     """The number of the node of each of some ranks: the first has 0."""
     nodes = list(dict.fromkeys(here[rank].node for rank in ranks))
     return [nodes.index(here[rank].node) for rank in ranks]
+
+
+def save_slot(slot: Path, run: Path) -> Path:
+    """Save a slot that has every part as a checkpoint of a run on disk, whose directory is returned. Raises OSError."""
+    write_manifest(slot)
+    manifest, storage = read_manifest(slot), LocalRun(run)
+    first, last = storage.begin(manifest.step)
+    files = {}
+    for name in manifest.files:
+        copy = Path(shutil.copyfile(slot / name, run / first / name))
+        sync(copy)
+        files[name] = describe(copy)
+    storage.publish(first, last, dataclasses.replace(manifest, files=files, serial=next_serial(run)).to_json())
+    storage.point_to(last)
+    return run / last
 
 
 def _rests(rank: int, blamed: Sequence[int]) -> bool:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megacore.files import replace_bytes
 from megacore.parallel.collectives import barrier
-from megacore.parallel.mesh import Group
-from megacore.survive.copies import make_room, record_of
+from megacore.parallel.mesh import Group, Mesh, host_group
+from megacore.survive.copies import make_room, record_of, write_manifest
 
 _LARGEST = 1 << 28  # bytes of a message
 
@@ -75,9 +75,19 @@ class PeerCopies:
             self._arrival.result()
 
 
-def bring(slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], host: Group) -> None:
-    """Bring to each node the parts of a slot that it lacks; all ranks call this. `slot`: its directory, the same on all
-    nodes. `parts`: which each node has, by its number."""
+def complete(slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], mesh: Mesh) -> None:
+    """Make a slot a checkpoint on each node, which gets the parts that it lacks; all ranks call this. `slot`: its
+    directory, the same on all nodes. `parts`: which each node has, by its number. `nodes`: the number of each rank's
+    node."""
+    if max(nodes):
+        _bring(slot, parts, nodes, host_group(mesh))
+    barrier(mesh.world)  # several ranks of a node receive
+    if nodes.index(nodes[mesh.world.rank]) == mesh.world.rank:
+        write_manifest(slot)
+    barrier(mesh.world)
+
+
+def _bring(slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], host: Group) -> None:
     for part in sorted(set().union(*parts)):
         source = next(node for node, own in enumerate(parts) if part in own)
         for node, own in enumerate(parts):
@@ -89,7 +99,6 @@ def bring(slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], host
                 _send(slot, part, receiver, host)
             if host.rank == receiver:
                 _receive(slot, part, sender, host)
-    barrier(host)  # several ranks of a node receive
 
 
 def _send(slot: Path, part: int, to: int, host: Group) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megacore.parallel.collectives import all_gather_objects, barrier
-from megacore.parallel.mesh import build_mesh, host_group
-from megacore.survive.copies import Inventory, NodeMemory, newest, save_slot, write_manifest
+from megacore.parallel.mesh import build_mesh
+from megacore.survive.copies import Inventory, NodeMemory, newest
+from megacore.survive.keeper import save_slot
 from megacore.survive.layouts import layout_for
-from megacore.survive.peers import bring
+from megacore.survive.peers import complete
 from megacore.survive.writer import StateInMemory, rectangles
 from tests.distributed import run_distributed
 from tests.parallel.test_checkpoint import assert_equal, stored, whole_state
@@ -78,14 +79,10 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     assert newest(everywhere[1:])[0] is not None  # one node is lost
     slot, parts, _ = newest([*everywhere[:-1], Inventory(slots=[], problems=[], free=1 << 30)])
     assert slot is not None and not parts[-1]
-    is_first = nodes.index(nodes[rank]) == rank
-    if is_first and nodes[rank] == last:
+    if nodes.index(last) == rank:
         shutil.rmtree(memory.path / slot.name)
     barrier(mesh.world)
-    bring(memory.path / slot.name, parts, nodes, host_group(mesh))
-    if is_first:
-        write_manifest(memory.path / slot.name)
-    barrier(mesh.world)
+    complete(memory.path / slot.name, parts, nodes, mesh)
     if rank == 0:
         for path in dict(found):
             assert_equal(stored(path / slot.name), expected)

@@ -35,7 +35,7 @@ def model(changes: Changes) -> tuple[Stage, ResolvedModel, KeyValues | None]:
 @pytest.mark.parametrize("name", [name for name, changes in PROGRAMS.items() if "bert_style" not in changes])
 @torch.no_grad()
 def test_pieces_have_the_logits_of_the_whole(name: str) -> None:
-    stage, _, read = model(PROGRAMS[name])
+    stage, _, read = model({**PROGRAMS[name], "mtp_num_layers": 0})  # blocks that generation leaves out
     assert (read is None) == (name in WITHOUT)
     if read is None:
         return
