@@ -1,7 +1,7 @@
 """Silent bugs that others have published: what would have found each of them here?
 
     python -m benchmarks.gauntlet                   # every row of gauntlet.toml, as a table
-    python -m benchmarks.gauntlet --only norm --jobs 2 --write docs/reports/published-bugs.md
+    python -m benchmarks.gauntlet --json lines.jsonl --page docs/reports/published-bugs.md
     python -m benchmarks.gauntlet --clean 20        # random layouts without a bug: false alarms
     python -m benchmarks.gauntlet --tamper          # of steps, files and lines of a run that was tampered with
 
@@ -365,6 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of what is random")
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
+    if options.page and not options.json:
+        parser.error("--page needs --json FILE")
     if options.page:
         return write_page(Path(options.page), Path(options.json))
     if options.clean:

@@ -1,6 +1,6 @@
 """Train small models of growing width, and fit the law of their held-out losses: what a larger run would end with.
 
-    python tools/ladder.py --data-path data/english_text_document --tokenizer data/tokenizer --minutes 5
+    python tools/ladder.py --data-path data/mine_text_document --tokenizer data/tokenizer --minutes 5
     python tools/plan.py --budget "8 h on 8 x h100" --ladder ladder/ladder.json
 
 Repeat the command to go on after a stop. See docs/guides/planner.md.

@@ -60,7 +60,7 @@ from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable
 from megacore.errors import ConfigError, UserError
-from megacore.pipeline.schedule_file import check_schedule, placement
+from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import memory_picture, timeline_picture
@@ -529,8 +529,8 @@ def _print_notes(config: ResolvedConfig, cluster: Cluster | None) -> None:
     missing = missing_files(config) if config.model.vocab_size else []  # 0: it is not known, and the plan is refused
     lacking = (problem.partition(": use")[0] for problem in missing if problem.startswith(_UNNEEDED))
     notes = [f"{problem}; a plan does not need it" for problem in lacking]
-    if placement(config.parallel).is_v:
-        notes.append(f"--schedule {config.parallel.schedule}: its memory is planned to a quarter, not to a percent")
+    if config.parallel.schedule in ("zb-v", "dualpipev"):
+        notes.append(f"--schedule {config.parallel.schedule}: its planned memory may be off by a quarter")
     for note in (*notes, *(cluster.notes if cluster else ())):
         print(f"megacore: note: {note}", file=sys.stderr)
 

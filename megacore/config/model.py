@@ -152,7 +152,7 @@ class ModelConfig(Section):
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks."""
     mtp_num_layers: Annotated[int, Range(0, 16), Flag(example=1)] = 0
-    """Blocks of multi-token prediction, as in DeepSeek-V3: block k predicts the token k further on."""
+    """Blocks of multi-token prediction, as in DeepSeek-V3: block k predicts the token k after the next."""
     mtp_loss_scaling_factor: Annotated[float, Range(0)] = 0.1
     """Weight of the mean loss of these blocks."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768

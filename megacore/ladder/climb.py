@@ -100,7 +100,9 @@ def _climb(args: argparse.Namespace) -> None:
     if problems or given.problems:
         raise ConfigError([*problems, *given.problems])
     print(f"ladder of widths {' '.join(map(str, widths))}; the log of the runs is {args.output_dir / 'log.txt'}")
-    if not ladder.steps:
+    if ladder.steps:
+        print(f"{file} goes on with its own lengths: --minutes counts only for a new --output-dir")
+    else:
         ladder = _with_steps(ladder, args)
         write_ladder(ladder, file)
     print(f"{'width':>5}{'parameters':>14}{'tokens':>14}  held-out loss")

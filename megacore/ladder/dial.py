@@ -120,8 +120,11 @@ def _propose(args: argparse.Namespace) -> None:
     problems += [f"{spelled} is what --budget proposes: leave it out" for spelled in decided]
     words = [] if args.ladder is None else without_fields(args.ladder.words, (*_DECIDED, *_OF_A_LADDER))
     words = with_usual([*words, *without_fields(args.flags, _DECIDED)], STYLE if args.ladder else _USUAL)
-    if not read_flags(words).values.keys() & {"vocab_size", "tokenizer"}:
-        words += ["--mock-data", "--vocab-size", "50304"]
+    named = read_flags(words).values.keys()
+    if not named & {"data_path", "train_data_path", "mock_data"}:
+        words += ["--mock-data"]
+    if not named & {"vocab_size", "tokenizer"}:
+        words += ["--vocab-size", "50304"]
     report = _best(args, asked, words, problems)
     print(json.dumps(report, indent=1) if args.json else "\n".join(_in_words(report)))
 
@@ -151,8 +154,8 @@ def _best(args: argparse.Namespace, asked: Budget, words: Sequence[str], problem
         width, layers = int(shape[1]), int(shape[3])
         batch_tokens, lr, further = best_batch(tokens), best_rate(12 * layers * width**2, tokens), list[str]()
         if ladder is not None:
-            # The rate that muP carries over also suits more tokens in larger batches: the best one falls with about
-            # tokens^-0.3, and rises with the root of the batch.
+            # The rate that muP carries over also suits more tokens in larger batches, roughly: the best one falls with
+            # about tokens^-0.3 (Bjorck et al. 2024, arXiv 2409.19913), and rises with the root of the batch.
             batch_tokens *= ladder.batch_tokens / best_batch(ladder.most.tokens)
             lr = read_flags(ladder.words).values["lr"]
             further = f"--mup-base-width {ladder.widths[0]} head-size={ladder.head_size}".split()

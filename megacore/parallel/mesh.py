@@ -334,10 +334,11 @@ def groups_of_experts(
     return tuple(map(tuple, ranks.movedim(along, -1).reshape(-1, ranks.shape[along]).tolist()))
 
 
-def host_group(mesh: Mesh) -> Group:
+def host_group(mesh: Mesh, config: ParallelConfig) -> Group:
     """All ranks again, for messages between the memories of their hosts, whatever their device; they make it together,
-    and each time another one."""
-    return _group(dist.new_group(backend="gloo"), mesh.world.rank, mesh.world.ranks)
+    and each time another one. `config`: only its timeout is read."""
+    gloo.prepare()
+    return _group(dist.new_group(backend="gloo", timeout=_timeout(config)), mesh.world.rank, mesh.world.ranks)
 
 
 def _timeout(config: ParallelConfig) -> timedelta:

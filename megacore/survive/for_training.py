@@ -70,7 +70,9 @@ class _Survival(Survival):
         load = plan.load
         if plan.slot:
             slot = keeper.memory.path / plan.slot
-            importlib.import_module("megacore.survive.peers").complete(slot, plan.parts, plan.nodes, mesh)
+            importlib.import_module("megacore.survive.peers").complete(
+                slot, plan.parts, plan.nodes, mesh, config.parallel
+            )
             load = str(slot)
         checkpoint = dataclasses.replace(config.checkpoint, load=load)
         return dataclasses.replace(

@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,7 @@ from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError
 from megacore.files import sync
 from megacore.remote import location
-from megacore.survive.copies import Inventory, NodeMemory, newest, write_manifest
+from megacore.survive.copies import Inventory, NodeMemory, newest, remove_older, write_manifest
 from megacore.survive.layouts import layout_for
 from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence
 from megacore.train.peers import HANDLED
@@ -128,7 +129,9 @@ class Keeper:
         status: int | None = None
         try:
             generation, current = 0, self._meeting.generation()
-            if current is not None:  # the run goes on without this keeper
+            if current is None:  # what a killed job of the same name has left is not of this one
+                remove_older(self.memory.path, sys.maxsize)
+            else:  # the run goes on without this keeper
                 status, generation = self._meeting.status(current), current + 1
                 if status is None:
                     self._meeting.end(current, f"rank {self._meeting.rank} is back")
@@ -235,7 +238,7 @@ class Keeper:
             rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
             line = f"{cause}, and the run ends: {why}{rest}"
             return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=[line])
-        members = fit[: degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]]
+        members = _members(fit, degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"], here, shown)
         # Those that train bring the state: what a node without them has is out of reach.
         source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
@@ -271,7 +274,11 @@ class Keeper:
         source, last = _source([of_memory], saved), saved.step if saved else 0
         if source.slot and source.step > last and isinstance(self._checkpoints, Path):
             try:
-                save_slot(self.memory.path / source.slot, self._checkpoints)
+                with ThreadPoolExecutor(1) as thread:
+                    saving = thread.submit(save_slot, self.memory.path / source.slot, self._checkpoints)
+                    while wait([saving], timeout=0.5).not_done:
+                        self._meeting.beat()
+                    saving.result()
                 return source.step
             except OSError as error:
                 _say(f"step {source.step} in memory could not be saved: {error}")
@@ -380,6 +387,7 @@ class Keeper:
             "RANK": str(me),
             "WORLD_SIZE": str(len(plan.members)),
             "LOCAL_WORLD_SIZE": str(plan.nodes.count(plan.nodes[me])),
+            "GROUP_RANK": str(plan.nodes[me]),
             "TORCHELASTIC_RESTART_COUNT": f"{attempt}-{generation}",
         }
         if self._meeting.size > 1:
@@ -398,6 +406,19 @@ def _source(nodes: Sequence[Inventory], saved: _Source | None) -> _Source:
         )
     start = _Source(step=0, words="its start: neither memory nor disk has a whole step")
     return dataclasses.replace(saved or start, problems=problems)
+
+
+def _members(fit: Sequence[int], count: int, here: Mapping[int, Presence], shown: Mapping[str, Inventory]) -> list[int]:
+    """So many of the ranks that may train, of nodes that together have as much of the newest step as they can."""
+    _, parts, _ = newest(list(shown.values()))
+    has = dict(zip(shown, map(set[int], parts), strict=False))  # nothing where no step is whole
+    nodes, chosen, covered = list(dict.fromkeys(here[rank].node for rank in fit)), list[int](), set[int]()
+    while nodes and len(chosen) < count:
+        best = max(nodes, key=lambda node: len(has.get(node, set()) - covered))
+        nodes.remove(best)
+        covered |= has.get(best, set())
+        chosen += [rank for rank in fit if here[rank].node == best]
+    return sorted(chosen[:count])
 
 
 def _numbers(here: Mapping[int, Presence], ranks: Sequence[int]) -> list[int]:

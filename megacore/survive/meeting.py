@@ -32,8 +32,8 @@ class Plan:
     degrees: dict[str, int]  # of the run's layout that are other than at its start
     nodes: list[int]  # the number of the node that each member is on
     load: str | None = None  # the checkpoint to continue from; None: the run's own, as at its start
-    slot: str | None = None  # it is this one of the nodes' memory
-    parts: Sequence[Sequence[int]] = ()  # of it, which each of the nodes has
+    slot: str | None = None  # of the nodes' memory, which is that checkpoint
+    parts: Sequence[Sequence[int]] = ()  # of the slot, that each node has
     step: int = 0  # that it continues after
     saves: bool = False  # whether its first step is to be saved
     serial: int = 0  # of the first checkpoint that this run publishes

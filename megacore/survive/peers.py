@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.config import ParallelConfig
 from megacore.files import replace_bytes
 from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import Group, Mesh, host_group
@@ -70,17 +71,20 @@ class PeerCopies:
         self._arrival = self._threads.submit(arrive)
 
     def finish(self) -> None:
-        """Wait until all that was started has arrived."""
+        """Wait until all that was started has arrived, on all ranks: until then they need the step before it."""
         if self._arrival is not None:
             self._arrival.result()
+            barrier(self._host)
 
 
-def complete(slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], mesh: Mesh) -> None:
+def complete(
+    slot: Path, parts: Sequence[Sequence[int]], nodes: Sequence[int], mesh: Mesh, config: ParallelConfig
+) -> None:
     """Make a slot a checkpoint on each node, which gets the parts that it lacks; all ranks call this. `slot`: its
     directory, the same on all nodes. `parts`: which each node has, by its number. `nodes`: the number of each rank's
-    node."""
+    node. `config`: only its timeout is read."""
     if max(nodes):
-        _bring(slot, parts, nodes, host_group(mesh))
+        _bring(slot, parts, nodes, host_group(mesh, config))
     barrier(mesh.world)  # several ranks of a node receive
     if nodes.index(nodes[mesh.world.rank]) == mesh.world.rank:
         write_manifest(slot)

@@ -59,7 +59,7 @@ class StateInMemory(Callback):
     def __init__(self, trainer: Trainer, directory: Path, generation: int, interval: int, nodes: Sequence[int]) -> None:
         rank = trainer.mesh.world.rank
         self._is_first_of_node = nodes.index(nodes[rank]) == rank
-        self._peers = PeerCopies(host_group(trainer.mesh), nodes) if max(nodes) else None
+        self._peers = PeerCopies(host_group(trainer.mesh, trainer.config.parallel), nodes) if max(nodes) else None
         self._trainer, self._interval, self._written = trainer, interval, 0
         self._memory, self._generation = directory, generation
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
@@ -96,7 +96,8 @@ class StateInMemory(Callback):
         if not self._targets[number]:
             self._map(slot, number, blocks)
             if number == 0:
-                size = SLOTS * sum(map(len, self._files[0].values())) / 2**20
+                parts = 1 if self._peers is None else 2  # its own, and about as much of another rank
+                size = parts * SLOTS * sum(map(len, self._files[0].values())) / 2**20
                 self._trainer.say(f"  {'survive':<10}keeps two steps in {self._memory}, MiB of rank 0: {size:,.1f}")
         for block, target in zip(blocks, self._targets[number], strict=True):
             target.copy_(block.tensor)

@@ -196,7 +196,10 @@ class TrainStep:
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
             per_count = loss_weight.per_count()
-            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
+            judged = per_count
+            if self.task.main_losses is not None:  # further terms are no part of the loss that guards look at
+                judged = per_count * (torch.arange(per_count.numel(), device=per_count.device) < self.task.main_losses)
+            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=judged, votes=ballot)
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(watchdog().different_operations(self.step, self.mesh))
         for hook in self.hooks:

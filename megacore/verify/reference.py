@@ -149,6 +149,11 @@ def _perturb(steps: TrainStep, seed: int) -> None:
 # ---- independent checks
 
 
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether weight decay is for it; biases of experts [E, o] are vectors of each expert."""
+    return weight.dim() >= 2 and not name.endswith("bias")
+
+
 def _check_updates(config: ResolvedConfig, record: Record) -> Check | None:
     """torch.optim on the recorded gradients, clipped by torch, must give the recorded weight changes; None for an
     optimizer that torch does not have."""
@@ -156,7 +161,7 @@ def _check_updates(config: ResolvedConfig, record: Record) -> Check | None:
     state: dict[str, dict[str, Any]] = {key.name: {} for key in tensors if key.kind == "loaded weight"}
     weights = {name: _parameter(tensors[Key(0, "loaded weight", name)]) for name in state}
     groups = [
-        {"params": [p for p in weights.values() if (p.dim() >= 2) is matrix], "weight_decay": decay}
+        {"params": [p for name, p in weights.items() if _is_matrix(name, p) is matrix], "weight_decay": decay}
         for matrix, decay in ((True, optimizer.weight_decay), (False, 0.0))
     ]
     twin: torch.optim.Optimizer

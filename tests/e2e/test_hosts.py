@@ -180,24 +180,36 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path: Path, hosts: Ma
 
 
 LASTING = {**SAME, "global_batch_size": 6, "survive": True, "train_iters": 60}
+ALONE = {"survive": None, "zero_stage": None}
 
 
-@pytest.mark.parametrize(("count", "per_node", "zero_stage"), [(2, 1, 1), (3, 1, 3), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("count", "per_node", "changes"),
+    [
+        (2, 1, {"zero_stage": 1}),
+        (3, 1, {"zero_stage": 3}),
+        (2, 3, {"zero_stage": 2}),
+        (4, 1, {"zero_stage": 2, "global_batch_size": 4}),  # of the three that are left, two train
+    ],
+)
 def test_a_run_survives_a_host_and_takes_it_back(
-    tmp_path: Path, hosts: MakeHosts, count: int, per_node: int, zero_stage: int
+    tmp_path: Path, hosts: MakeHosts, count: int, per_node: int, changes: dict[str, int]
 ) -> None:
     network, output, logs = hosts(count), tmp_path / "out", tmp_path / "logs"
-    flags = small_run(output, **LASTING, dp=count * per_node, zero_stage=zero_stage)
+    flags = small_run(output, **{**LASTING, **changes}, dp=count * per_node)
     with network.torchrun(logs, per_node, PROGRAM, *flags, nodes=range(count)) as jobs:
         jobs[0].wait_for_step(3)
-        network[1].kill()
+        victim = count - 1
+        network[victim].kill()
         until(lambda: recoveries(output) == 1, START, "the run did not continue")
-        with network.torchrun(tmp_path / "back", per_node, PROGRAM, *flags, nodes=range(count), starts=[1]) as back:
-            assert all_end([*jobs[:1], *jobs[2:], *back]) == [0] * count, said_by([*jobs, *back])
+        with network.torchrun(
+            tmp_path / "back", per_node, PROGRAM, *flags, nodes=range(count), starts=[victim]
+        ) as back:
+            assert all_end([*jobs[:victim], *back]) == [0] * count, said_by([*jobs, *back])
     said = said_by(jobs)
     assert "on disk" not in said and "its start" not in said, said
     assert recoveries(output) == 2
-    assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, "survive": None})
+    assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, **changes, **ALONE})
 
 
 def test_a_run_survives_a_cut_cable(tmp_path: Path, hosts: MakeHosts) -> None:

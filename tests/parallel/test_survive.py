@@ -82,7 +82,7 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     if nodes.index(last) == rank:
         shutil.rmtree(memory.path / slot.name)
     barrier(mesh.world)
-    complete(memory.path / slot.name, parts, nodes, mesh)
+    complete(memory.path / slot.name, parts, nodes, mesh, config.parallel)
     if rank == 0:
         for path in dict(found):
             assert_equal(stored(path / slot.name), expected)
