@@ -141,7 +141,7 @@ def _expert_blocks(value: Value) -> Translation:
     distance = after.index(1, 1) if 1 in after[1:] else len(after)
     if any(number != (place % distance == 0) for place, number in enumerate(after)):
         raise ValueError(
-            f"{value} is not every Nth block from a first one on: use --moe-first-dense-layers and a number"
+            f"{value} is not every Nth block from a first one on: use --moe-layer-freq N first-dense-layers=K"
         )
     return Translation({"moe_first_dense_layers": first, "moe_layer_freq": distance})
 

@@ -319,7 +319,7 @@ EXPERT_RULES: Sequence[Rule] = (
         "num_layers",
         strict=True,
         least=0,
-        use=("leave --num-experts and --moe-first-dense-layers out",),
+        use=("leave --num-experts and --moe-layer-freq first-dense-layers out",),
         when=("num_experts",),
     ),
     Excludes(

@@ -95,7 +95,7 @@ class ExpertsConfig(Section):
     moe_linear_bias: bool = False
     """Gives the router and the matrices of experts biases, as in GPT-OSS."""
     moe_layer_freq: Annotated[int, Range(1, 10_000), _EXPERTS] = 1
-    """Every Nth block has experts, after --moe-first-dense-layers."""
+    """Every Nth block has experts, after the first ones without."""
     moe_first_dense_layers: Annotated[int, Range(0, 10_000), _EXPERTS] = 0
     """First blocks without experts."""
     moe_router_load_balancing_type: Annotated[

@@ -11,9 +11,7 @@ from typing import Annotated, Any
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.problem import Change, Problem
-from megacore.config.rules import Excludes, Needs, Out, Rule, Settings
-
-_RANK = Needs("lora_rank")
+from megacore.config.rules import Excludes, Out, Rule, Settings
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,11 @@ class LoraConfig(Section):
     lora_rank: Annotated[int | None, Range(1), Flag(example=16)] = None
     """Trains adapters of this rank beside the weights of --pretrained-checkpoint or --init-from-hf, which stay as they
     are (docs/guides/fine-tune.md). Checkpoints have the adapters only. Default: all weights are trained."""
-    lora_alpha: Annotated[float | None, Range(above=0), _RANK] = None
+    lora_alpha: Annotated[float | None, Range(above=0)] = None
     """Scale of the adapters: what they add is multiplied by this / rank. Default: the rank."""
-    lora_dropout: Annotated[float, Range(0, below=1), _RANK] = 0.0
+    lora_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Share of the adapters' inputs that is set to zero in training."""
-    lora_targets: Annotated[str | None, Flag(metavar="NAME[,NAME]"), _RANK] = None
+    lora_targets: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
     """Linear layers of blocks that get adapters, such as q_proj,v_proj. qkv_proj: one adapter for queries, keys and
     values. Default: all, but for experts."""
 
@@ -93,7 +91,7 @@ def known_targets(model: Any, *, has_experts: bool) -> dict[str, Target]:
 
 
 def chosen_targets(text: str | None, known: Mapping[str, Target]) -> list[str]:
-    """The targets of --lora-targets, or by default all.
+    """The targets of --lora-rank targets, or by default all.
 
     Args:
         text: its value.
@@ -147,17 +145,18 @@ def _targets(c: Settings) -> Iterator[str]:
     chosen = chosen_targets(c.lora_targets, known)
     good = [name for name in chosen if name in known]
     fused = [name for name in chosen if name in _ATTENTION] if FUSED_QKV in chosen else []
-    ways = [Change(f"use --lora-targets {','.join(good)}", {"lora_targets": ",".join(good)})] if good else []
+    ways = [Change(f"use --lora-rank targets={','.join(good)}", {"lora_targets": ",".join(good)})] if good else []
     if unknown := [name for name in chosen if name not in known]:
         why = "experts have no adapters" if c.num_experts is not None and set(unknown) <= _MLP.keys() else (
             f"this model has {one_of(list(known))}{did_you_mean(unknown[0], list(known))}"
         )  # fmt: skip
-        yield Problem(f"--lora-targets {','.join(unknown)}: {why}", *ways, c.out("lora_targets"))
+        yield Problem(f"--lora-rank targets={','.join(unknown)}: {why}", *ways, c.out("lora_targets"))
     elif fused:
         rest = [name for name in chosen if name != FUSED_QKV]
         yield Problem(
-            f"--lora-targets {FUSED_QKV} is one adapter for queries, keys and values, and {','.join(fused)} are others",
-            Change(f"use --lora-targets {','.join(rest)}", {"lora_targets": ",".join(rest)}),
+            f"--lora-rank targets={FUSED_QKV} is one adapter for queries, keys and values, and {','.join(fused)} are "
+            "others",
+            Change(f"use --lora-rank targets={','.join(rest)}", {"lora_targets": ",".join(rest)}),
             c.out("lora_targets"),
         )
 

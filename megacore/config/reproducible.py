@@ -1,4 +1,4 @@
-"""--reproducible-blocks: in how many blocks the sums are computed that tensor and context parallelism would cut."""
+"""--reproducible blocks: in how many blocks the sums are computed that tensor and context parallelism would cut."""
 
 from __future__ import annotations
 
@@ -82,19 +82,17 @@ def _experts(c: Settings) -> Iterator[str]:
 
 def _blocks(c: Settings) -> Iterator[str]:
     given = c.reproducible_blocks
-    if given is None:
+    if given is None or not c.reproducible:
         return
-    if not c.reproducible:
-        yield f"--reproducible-blocks {given} says how --reproducible computes: add --reproducible, or leave it out"
-    elif given & (given - 1):
+    if given & (given - 1):
         powers = [1 << exponent for exponent in range(given.bit_length() + 1)]
         yield Problem(
-            f"--reproducible-blocks {given} must be a power of two",
+            f"--reproducible blocks={given} must be a power of two",
             Values(name="reproducible_blocks", among=powers, near=given, bare=True, most=2),
         )
     elif undivided := list(_indivisible(_config(c), given)):
         yield Problem(
-            f"--reproducible-blocks {given} must divide {' and '.join(undivided)}",
+            f"--reproducible blocks={given} must divide {' and '.join(undivided)}",
             Values(name="reproducible_blocks", among=_possible(_config(c)), near=given, bare=True),
             c.without("reproducible_blocks"),
         )
@@ -127,7 +125,7 @@ def _context_parallel(c: Settings) -> Iterator[str]:
         return
     if count == 1:
         undivided = list(_indivisible(_config(c), 2))
-        reason = f"{' and '.join(undivided)} cannot be divided by 2" if undivided else "--reproducible-blocks is 1"
+        reason = f"{' and '.join(undivided)} cannot be divided by 2" if undivided else "--reproducible blocks is 1"
         yield Problem(
             f"--reproducible with --cp {cp} needs sums in blocks, which the ranks divide, but {reason}",
             Values(name="cp", among=[1], near=cp),
@@ -156,7 +154,7 @@ def _compiled(c: Settings) -> Iterator[str]:
     if c.compile and _blocks_of(c) > 1:
         yield (
             "--reproducible computes sums in blocks, which --compile would fuse differently in each layout: "
-            "add --reproducible-blocks 1, with which another --tp rounds differently, or leave --compile out"
+            "use --reproducible blocks=1, with which another --tp rounds differently, or leave --compile out"
         )
 
 
@@ -171,5 +169,5 @@ def _blocks_of(c: Settings) -> int:
     return canonical_blocks(_config(c)) if c.reproducible else 1
 
 
-_ONE_BLOCK = Change("--reproducible-blocks 1, with which another --tp rounds differently", {"reproducible_blocks": 1})
+_ONE_BLOCK = Change("--reproducible blocks=1, with which another --tp rounds differently", {"reproducible_blocks": 1})
 REPRODUCIBLE_RULES: Sequence[Rule] = (_experts, _blocks, _tensor_parallel, _context_parallel, _compiled)

@@ -20,7 +20,7 @@ class WatchConfig(Section):
     survive: bool = False
     """Continues within seconds after ranks die, hang or return, on those that are there, from a copy of the state in
     memory (docs/guides/failures.md)."""
-    survive_interval: Annotated[int, Range(1), Needs("survive")] = 1
+    survive_interval: Annotated[int, Range(1)] = 1
     """Steps between copies of the state in memory."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
     """Steps between bitwise comparisons of replicated weights and optimizer state, also made before each save. A

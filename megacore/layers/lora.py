@@ -89,7 +89,7 @@ def adapted(
     modules = dict(layer.named_modules())
     for path, stacked in adapted_parts(lora, model).items():
         if not isinstance(modules.get(path), ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-            raise ConfigError([f"--lora-targets: {name} has no linear layer {path}: leave it out of the targets"])
+            raise ConfigError([f"--lora-rank targets: {name} has no linear layer {path}: leave it out of the targets"])
         _add(modules[path], f"{name}.{path}", stacked, lora, model, context)
     for module in layer.modules():
         if isinstance(module, GatedMLP) and any(isinstance(one, Adapted) for one in (module.gate, module.up)):

@@ -383,4 +383,4 @@ def not_covered(config: ResolvedConfig) -> Iterator[str]:
     if config.training.compile and max(config.model.hidden_dropout, config.model.attention_dropout) > 0:
         yield "dropout masks of compiled code"
     if config.training.reproducible and config.parallel.tp > 1 and canonical_blocks(config) == 1:
-        yield "bitwise equality: with --reproducible-blocks 1 it is promised for one --tp, and one process has --tp 1"
+        yield "bitwise equality: with --reproducible blocks=1 it is promised for one --tp, and one process has --tp 1"
