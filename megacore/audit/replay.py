@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tomli_w
@@ -19,13 +20,16 @@ from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.commands.pretrain_gpt import read_config, trainer_of
 from megacore.config import SECTIONS, ResolvedConfig
 from megacore.config.fields import field_infos
+from megacore.config.reproducible import canonical_blocks
 from megacore.config.spelling import flag
 from megacore.errors import UserError
 from megacore.job_directory import job_directory, make
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.processors import computes_on_cpu
 from megacore.remote import Location
 from megacore.train.launch import launch
 from megacore.train.same_run import facts
+from megacore.verify.masks import masks_of_shards
 
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
@@ -54,8 +58,9 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str]) 
         records = StepRecords(trainer)
         problems.extend(_wrongly_loaded(save, records))
         while trainer.step < step and not problems:
-            result = trainer.train_step(next(trainer.batches))
-            line = history.steps[result.step]
+            line = history.steps[trainer.step + 1]
+            with _masks(history.start_of(line).record["facts"], config):
+                result = trainer.train_step(next(trainer.batches))
             record = records.completed(*records.of(result, with_state="state" in line.record))
             if different := first_difference(history, line, record):
                 problems.append(f"step {result.step} (line {line.number}): {different[1]}")
@@ -70,11 +75,30 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str]) 
         words = ["--config", str(settings), "--output-dir", str(work / "output")]
         if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
             words += ["--load", str(directory)]
-        status = launch(read_config([*words, *flags], prog="audit.py"), body)
+        config = read_config([*words, *flags], prog="audit.py")
+        for number in range(save.step + 1, step + 1):
+            _masks(history.start_of(history.steps[number]).record["facts"], config)
+        status = launch(config, body)
     finally:
         if local_rank == "0":
             shutil.rmtree(work, ignore_errors=True)
     return status, problems
+
+
+def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextManager[None]:
+    """The dropout masks of the run are drawn inside. Where sums are not in canonical blocks, a mask depends on which
+    part of its tensor a rank holds. `run`: facts of the run. Raises UserError where this layout cannot draw them."""
+    model, parallel = config.model, config.parallel
+    tp, cp, split = int(run["--tp"]), int(run["--cp"]), run["--sequence-parallel"] == "True"
+    drops = model.hidden_dropout or model.attention_dropout or config.lora.lora_dropout
+    same = (tp, cp, split or tp == 1) == (parallel.tp, parallel.cp, parallel.sequence_parallel or parallel.tp == 1)
+    if not drops or same or canonical_blocks(config) > 1:
+        return nullcontext()
+    alone = "" if config.training.compile or config.lora.lora_dropout else ", or on one process with --device cpu"
+    if alone and parallel.ranks == 1 and computes_on_cpu(parallel.device):
+        return masks_of_shards(tp, cp=cp, sequence_parallel=split)
+    layout = f"--tp {tp} --cp {cp}{' --sequence-parallel' * split}"
+    raise UserError(f"the dropout masks of the run are those of {layout}: replay it with these under torchrun{alone}")
 
 
 def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:

@@ -2,5 +2,5 @@
 
 `narrow.py` makes the copy, `run.py` trains it on a layout, `reference.py` on one process, `masks.py` gives both the
 same dropout masks, `compare.py` judges. `defects.toml` has the defects of the self-test, which `defects.py` plants and
-`faults.py` makes. Nothing else in megacore imports this package.
+`faults.py` makes. Of megacore only audit/ imports this package.
 """

@@ -13,15 +13,13 @@ import numpy as np
 
 from megacore.config import ResolvedConfig
 from megacore.config.reproducible import canonical_blocks
-from megacore.verify.reference import Check, Reference, relative_difference
+from megacore.verify.reference import LARGEST, Check, Reference, relative_difference
 from megacore.verify.run import EXACT_KINDS, KINDS, Key, Record
 
 FACTOR = 8.0
 """A layout may differ by this many times what one unit in the last place changes."""
 FLOOR = 1e-6
 """Smallest tolerance: relative rounding of an fp32 sum, and the promise for the loss of step 1."""
-LARGEST = 0.1
-"""A tensor whose tolerance is larger is zero but for rounding, and says nothing."""
 _SHOWN = 10
 
 

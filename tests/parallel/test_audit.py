@@ -224,6 +224,16 @@ def test_steps_computed_again_agree_on_any_layout_unless_something_else_is_compu
     assert status == (expected != AGREES) and re.search(expected, said, re.MULTILINE), said
 
 
+def test_one_process_draws_the_dropout_masks_of_the_layout(tmp_path: Path) -> None:
+    changes = {"reproducible": False, "hidden_dropout": 0.1, "cp": 2, "cp_comm": "ring", "train_iters": 2}
+    run_distributed(train, 2, str(tmp_path), [((1, 1, 1), changes)])
+    words = [str(tmp_path), "--replay", "1-2", "--device", "cpu"]
+    status, said = audited(0, 1, words)
+    assert status == 0 and "agree to rounding" in said, said
+    (status, _), *_ = run_distributed(audited, 2, [*words, "--dp", "2"], init=False)
+    assert status == 2
+
+
 def test_a_run_goes_on_with_other_settings_from_a_checkpoint_whose_line_was_lost(tmp_path: Path) -> None:
     def begin(**changes: Any) -> None:
         run_distributed(train, 1, str(tmp_path), [((1, 1, 1), {"on_spike": "rollback", "spike_window": 4, **changes})])

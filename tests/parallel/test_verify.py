@@ -3,11 +3,13 @@ failure."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pkgutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,10 +24,12 @@ from megacore.config.cli import parse_config
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.presets import BERT_PRESETS
 from megacore.config.validation import validate
+from megacore.ops import dispatch
 from megacore.optim import adamw
 from megacore.pipeline.schedule import build_schedule
 from megacore.train import gpt_task
-from megacore.verify import faults
+from megacore.train.step import TrainStep
+from megacore.verify import faults, reference
 from megacore.verify.command import Request, main, make_parser, request_of, run_rank
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
@@ -163,6 +167,30 @@ def reference_of(found: Record, *perturbed: Record) -> Reference:
 @pytest.fixture(scope="module")
 def config() -> ResolvedConfig:
     return narrow(make_config((1, 1, 1), "none")).config
+
+
+@contextlib.contextmanager
+def in_fp64(steps: TrainStep) -> Iterator[None]:
+    """What a model computes inside is computed in fp64, from the same weights."""
+    for parameter in steps.model.parameters.values():
+        parameter.data = parameter.data.double()
+    floats = (*dispatch.FLOATS, torch.float64)
+    with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(dispatch, "FLOATS", floats):
+        yield
+
+
+@pytest.mark.parametrize("flags", ["--hidden-dropout 0.1 --activation swiglu", "{experts} --moe-aux-loss-coeff 0.1"])
+def test_gradients_are_as_near_to_fp64_as_their_arithmetic_says(flags: str, tmp_path: Path) -> None:
+    check = reference.check_gradients
+
+    def against_fp64(config: ResolvedConfig, steps: TrainStep, *records: Any) -> Iterator[reference.Check]:
+        with in_fp64(steps):
+            for found in check(config, steps, *records):
+                assert (found.worst <= found.tolerance / 4 and 0 < found.tolerance < 1e-4) or not found.tolerance
+                yield found
+
+    with patch.object(reference, "check_gradients", against_fp64):
+        assert main(f"{GPT} {flags.format(**TABLE['parts'])}".split()) == 0
 
 
 def test_nothing_compared_is_a_failure(config: ResolvedConfig) -> None:
