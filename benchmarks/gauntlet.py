@@ -394,6 +394,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ---- the page
 
+# What causes are called there that are long sentences, by what is in them
+_SHORT = {
+    "against those": "tokens that must not be seen",
+    "against the": "choices of routers",
+    "the initial weights": "initial weights",
+    "has other": "state changed between two lines",
+    "SilentCorruption": "replicas differ",
+    "an error ends it": "an error",
+}
 _MARKERS = "<!-- written by benchmarks/gauntlet.py: begin -->", "<!-- end -->"
 
 
@@ -406,9 +415,10 @@ def write_page(page: Path, lines: Path) -> int:
     for bug in BUGS:
         result = results[bug.name]
         compared = re.match(r"step \d+ \(.*?\): (\w+)", result.how)
-        how = compared[1] if compared else "-".join(result.how.split()[:2])
-        sources = ",".join(source.replace(" ", "").split("/")[-1] for source in bug.published)
-        rows.append(f"|{bug.name}|{':'.join(filter(None, [result.by, how]))}|{sources}|")  # a bar is no word of its own
+        short = next((short for text, short in _SHORT.items() if text in result.how), result.how)
+        cause = "-".join((compared[1] if compared else short).split())  # a bar is no word of its own
+        sources = ",".join(source.replace(" ", "") for source in bug.published)
+        rows.append(f"|{bug.name}|{':'.join(filter(None, [result.by, cause]))}|{sources}|")
     bring_up_to_date(page, "\n".join(rows), _MARKERS, writes=True)
     return 0
 
