@@ -19,19 +19,23 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megacore.checkpoint.directory import MANIFEST_NAME
-from megacore.checkpoint.files import FileEntry, verify
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, schema_of
+from megacore.checkpoint.directory import MANIFEST_NAME, next_serial
+from megacore.checkpoint.files import FileEntry, describe, verify
+from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest, schema_of
 from megacore.errors import CheckpointError, StorageError
-from megacore.files import replace_bytes, take_lock
+from megacore.files import replace_bytes, sync, take_lock
 from megacore.job_directory import job_directories, job_directory, make
+
+if TYPE_CHECKING:
+    from megacore.checkpoint.storage import LocalRun
+    from megacore.data.tokenizers.tokenizer import Tokenizer
 
 SLOTS = 2
 NO_SHA256 = "0" * 64  # memory is no archive: XXH3 alone is taken, at the speed of memory
@@ -63,11 +67,21 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What the memory of a node has. `problems`: what is damaged in it. `free`: bytes."""
+    """What the memory of a node has.
+
+    Attributes:
+        slots: by what the ranks have noted; the newest first.
+        problems: what is damaged in those that are checked, or could not be saved.
+        free: bytes.
+        checked: the slots whose content has been compared with its checksums, by name.
+        saved: the unfinished checkpoint on disk that has got this node's share of the parts.
+    """
 
     slots: list[Slot]
     problems: list[str]
     free: int
+    checked: Sequence[str] = ()
+    saved: str = ""
 
 
 class NodeMemory:
@@ -118,20 +132,26 @@ class NodeMemory:
         if not _is_kept(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def inventory(self, beat: Callable[[], None] = lambda: None) -> Inventory:
-        """What is here, the newest first, down to a step that is whole. `beat`: called now and then meanwhile."""
-        slots, problems = [], list[str]()
+    def inventory(self) -> Inventory:
+        """What is here, of which nothing is checked yet."""
+        slots = []
         for step, directory, records in sorted(self._candidates(), key=lambda found: found[:2], reverse=True):
-            damaged = _damaged(directory, records, beat)
-            problems += [f"step {step}: {problem}" for problem in damaged.values()]
             ranks = next(iter(records.values()))["ranks"]
-            parts = [rank for rank in records if rank not in damaged]
             size = max(sum(entry["bytes"] for entry in record["files"].values()) for record in records.values())
             name = str(directory.relative_to(self.path))
-            slots.append(Slot(step=step, name=name, ranks=ranks, parts=parts, bytes=size))
-            if len(parts) == ranks:
-                break
-        return Inventory(slots=slots, problems=problems, free=shutil.disk_usage(self.path).free)
+            slots.append(Slot(step=step, name=name, ranks=ranks, parts=list(records), bytes=size))
+        return Inventory(slots=slots, problems=[], free=shutil.disk_usage(self.path).free)
+
+    def check(self, known: Inventory, name: str, beat: Callable[[], None] = lambda: None) -> Inventory:
+        """What is here without the damaged parts of a slot, which is checked. `beat`: called now and then meanwhile."""
+        slots, problems = list(known.slots), list(known.problems)
+        for place, slot in enumerate(slots):
+            if slot.name == name:
+                records = _records(self.path / name)
+                damaged = _damaged(self.path / name, {rank: records[rank] for rank in slot.parts}, beat)
+                problems += [f"step {slot.step}: {problem}" for problem in damaged.values()]
+                slots[place] = replace(slot, parts=[rank for rank in slot.parts if rank not in damaged])
+        return replace(known, slots=slots, problems=problems, checked=[*known.checked, name])
 
     def _candidates(self) -> Iterator[tuple[int, Path, dict[int, dict[str, Any]]]]:
         """The slots that hold anything, each with its records of the newest step in it, by rank."""
@@ -166,6 +186,36 @@ def record_of(rank: int) -> str:
 def write_manifest(slot: Path) -> None:
     """Make a slot that has every part a checkpoint."""
     replace_bytes(slot / MANIFEST_NAME, _manifest(list(_records(slot).values())).encode(), durable=False)
+
+
+def save_parts(slot: Path, parts: Iterable[int], into: Path) -> None:
+    """Copy parts of a slot into an unfinished checkpoint on disk; their records there have the digests of an archive.
+    Raises OSError."""
+    records = _records(slot)
+    for rank in parts:
+        for name in records[rank]["files"]:
+            copy = Path(shutil.copyfile(slot / name, into / name))
+            sync(copy)
+            records[rank]["files"][name] = asdict(describe(copy))
+        replace_bytes(into / record_of(rank), json.dumps(records[rank]).encode(), durable=False)
+
+
+def publish_parts(run: LocalRun, first: str, last: str, ranks: int, tokenizer: Tokenizer | None) -> None:
+    """Publish an unfinished checkpoint that `save_parts` has filled, with the run's tokenizer. `ranks`: whose parts it
+    has. Raises OSError, also where parts are missing."""
+    directory = run.path / first
+    records = _records(directory)
+    if len(records) < ranks:
+        raise OSError(f"there are parts of {len(records)} of {ranks} ranks")
+    write_manifest(directory)
+    manifest = read_manifest(directory)
+    for rank in records:
+        (directory / record_of(rank)).unlink()
+    if tokenizer is not None:
+        files = {**manifest.files, **run.write_tokenizer(first, tokenizer.save)}
+        manifest = replace(manifest, files=files, tokenizer=tokenizer.fingerprint)
+    run.publish(first, last, replace(manifest, serial=next_serial(run.path)).to_json())
+    run.point_to(last)
 
 
 def keepers() -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import importlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,22 +20,23 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
 from megacore import has_ring
 from megacore.checkpoint.directory import next_serial, published
-from megacore.checkpoint.files import describe
 from megacore.checkpoint.manifest import read_manifest
 from megacore.checkpoint.storage import LocalRun
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
-from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError
-from megacore.files import sync
+from megacore.data.gpt.build import tokenizer_of
+from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError, UserError
 from megacore.remote import location
-from megacore.survive.copies import Inventory, NodeMemory, newest, remove_older, write_manifest
+from megacore.survive.copies import Inventory, NodeMemory, newest, publish_parts, remove_older, save_parts
 from megacore.survive.layouts import layout_for
-from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence
+from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence, Request
 from megacore.train.peers import HANDLED
 from megacore.train.stopping import ENDING, prepare_signals
 
@@ -194,18 +194,54 @@ class Keeper:
             self._pause()
 
     def _planned_together(self, generation: int, here: dict[int, Presence]) -> None:
-        """The first keeper of each node says what its memory has; then the first of all makes the plan."""
+        """The first keeper of each node says what its memory has, and does what is asked of it; the first of all asks,
+        and makes the plan once it needs to ask no more."""
         meeting, nodes = self._meeting, {one.node for one in here.values()}
-        first = min(rank for rank, one in here.items() if one.node == self.memory.node)
-        if generation and meeting.rank == first and meeting.shown(generation, self.memory.node) is None:
-            meeting.show(generation, self.memory.inventory(meeting.beat))
+        request = meeting.asked(generation)
+        if generation and meeting.rank == min(rank for rank, one in here.items() if one.node == self.memory.node):
+            self._answer(generation, request)
         if meeting.rank != min(here):
             return
         shown = {node: found for node in nodes if (found := meeting.shown(generation, node)) is not None}
-        if not generation or len(shown) == len(nodes):
-            plan = self._next_plan(generation, here, shown) if generation else self._first_plan(here)
-            for line in plan.lines if meeting.propose(generation, plan) else ():
+        if generation and (len(shown) < len(nodes) or (request and not all(map(request.is_met, shown.values())))):
+            return
+        plan = self._next_plan(generation, here, shown, request) if generation else self._first_plan(here)
+        if plan is not None and meeting.propose(generation, plan):
+            for line in plan.lines:
                 _say(line)
+
+    def _answer(self, generation: int, request: Request | None) -> None:
+        """Say what this node's memory has, and do what is asked of it."""
+        memory, found = self.memory, self._meeting.shown(generation, self.memory.node)
+        if found is None:
+            self._meeting.show(generation, memory.inventory())
+        elif request is not None and not request.is_met(found):
+            if request.slot not in found.checked:
+                found = memory.check(found, request.slot, self._meeting.beat)
+            if request.first:
+                into, parts = Path(self._config.checkpoint_dir, request.first), request.parts.get(memory.node, ())
+                problems = list(found.problems)
+                try:
+                    self._beating(partial(save_parts, memory.path / request.slot, parts, into))
+                except OSError as error:
+                    problems.append(str(error))
+                found = dataclasses.replace(found, problems=problems, saved=request.first)
+            self._meeting.show(generation, found)
+
+    def _beating(self, call: Callable[[], None]) -> None:
+        """Do what takes long, and give signs of life meanwhile."""
+        with ThreadPoolExecutor(1) as thread:
+            doing = thread.submit(call)
+            while wait([doing], timeout=0.5).not_done:
+                self._meeting.beat()
+            doing.result()
+
+    def _is_checked(self, generation: int, source: _Source, shown: Mapping[str, Inventory]) -> bool:
+        """Whether all nodes have checked what the run is to continue from; else they are asked."""
+        if source.slot is None or all(source.slot in found.checked for found in shown.values()):
+            return True
+        self._meeting.ask(generation, Request(slot=source.slot))
+        return False
 
     def _first_plan(self, here: dict[int, Presence]) -> Plan:
         serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
@@ -216,11 +252,15 @@ class Keeper:
             return dataclasses.replace(start, refused=why, lines=[why])
         return start
 
-    def _next_plan(self, generation: int, here: dict[int, Presence], shown: dict[str, Inventory]) -> Plan:
+    def _next_plan(
+        self, generation: int, here: dict[int, Presence], shown: dict[str, Inventory], request: Request | None
+    ) -> Plan | None:
+        """The plan after a failure; None: more is asked of the nodes before. `request`: what they have done."""
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
         cause, at, saved = over["cause"], over["at"], self._saved(before.serial)
-        step = _source(list(shown.values()), saved).step
+        everything = _source(list(shown.values()), saved)
+        step = everything.step
         blamed = list(before.blamed) if step == before.step else []
         if over["blamed"] is not None:
             blamed.append(over["blamed"])
@@ -234,13 +274,17 @@ class Keeper:
         elif degrees is None:
             why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
         if why or degrees is None:
-            last = self._last_on_disk(shown[self.memory.node], saved)
+            last = self._last_on_disk(generation, everything, saved, shown, request)
+            if last is None:
+                return None
             rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
             line = f"{cause}, and the run ends: {why}{rest}"
             return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=[line])
         members = _members(fit, degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"], here, shown)
         # Those that train bring the state: what a node without them has is out of reach.
         source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
+        if not self._is_checked(generation, source, shown):
+            return None
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
         lines = [f"in memory, {problem}" for problem in source.problems]
         if bad:
@@ -269,19 +313,36 @@ class Keeper:
             lines=lines,
         )
 
-    def _last_on_disk(self, of_memory: Inventory, saved: _Source | None) -> int:
-        """The step of the last checkpoint on disk, or 0, once what this node's memory has of a later one is there."""
-        source, last = _source([of_memory], saved), saved.step if saved else 0
-        if source.slot and source.step > last and isinstance(self._checkpoints, Path):
-            try:
-                with ThreadPoolExecutor(1) as thread:
-                    saving = thread.submit(save_slot, self.memory.path / source.slot, self._checkpoints)
-                    while wait([saving], timeout=0.5).not_done:
-                        self._meeting.beat()
-                    saving.result()
-                return source.step
-            except OSError as error:
-                _say(f"step {source.step} in memory could not be saved: {error}")
+    def _last_on_disk(
+        self,
+        generation: int,
+        source: _Source,
+        saved: _Source | None,
+        shown: Mapping[str, Inventory],
+        request: Request | None,
+    ) -> int | None:
+        """The step of the last checkpoint on disk, or 0, once what memory has of a later one is there; None: the nodes
+        are asked for their parts of it before."""
+        last = saved.step if saved else 0
+        if not source.slot or source.step <= last or not isinstance(self._checkpoints, Path):
+            return last
+        if not self._is_checked(generation, source, shown):
+            return None
+        run = LocalRun(self._checkpoints)
+        try:
+            if request is None or not request.first:
+                first, final = run.begin(source.step)
+                owner = {part: node for node, parts in zip(shown, source.parts, strict=True) for part in parts}
+                parts = {node: [part for part in owner if owner[part] == node] for node in shown}
+                self._meeting.ask(generation, Request(slot=source.slot, first=first, last=final, parts=parts))
+                return None
+            ranks = len(set(chain.from_iterable(source.parts)))
+            first, final = request.first, request.last
+            self._beating(lambda: publish_parts(run, first, final, ranks, tokenizer_of(self._config)))
+            return source.step
+        except (OSError, UserError) as error:
+            problems = chain([str(error)], *(found.problems for found in shown.values()))
+            _say(f"step {source.step} in memory could not be saved: {'; '.join(problems)}")
         return last
 
     def _saved(self, serial: int) -> _Source | None:
@@ -425,21 +486,6 @@ def _numbers(here: Mapping[int, Presence], ranks: Sequence[int]) -> list[int]:
     """The number of the node of each of some ranks: the first has 0."""
     nodes = list(dict.fromkeys(here[rank].node for rank in ranks))
     return [nodes.index(here[rank].node) for rank in ranks]
-
-
-def save_slot(slot: Path, run: Path) -> Path:
-    """Save a slot that has every part as a checkpoint of a run on disk, whose directory is returned. Raises OSError."""
-    write_manifest(slot)
-    manifest, storage = read_manifest(slot), LocalRun(run)
-    first, last = storage.begin(manifest.step)
-    files = {}
-    for name in manifest.files:
-        copy = Path(shutil.copyfile(slot / name, run / first / name))
-        sync(copy)
-        files[name] = describe(copy)
-    storage.publish(first, last, dataclasses.replace(manifest, files=files, serial=next_serial(run)).to_json())
-    storage.point_to(last)
-    return run / last
 
 
 def _rests(rank: int, blamed: Sequence[int]) -> bool:

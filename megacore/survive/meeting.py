@@ -7,8 +7,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,21 @@ class Plan:
     made: float = 0.0  # when the plan was made, likewise
     refused: str = ""  # why the run ends instead
     lines: Sequence[str] = ()  # to say of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the first keeper asks of each node before it plans: to check a slot and, where `first` is given, to copy
+    parts of it to disk."""
+
+    slot: str
+    first: str = ""  # the name of the unfinished checkpoint
+    last: str = ""  # its name once it is published
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # that a node copies
+
+    def is_met(self, found: Inventory) -> bool:
+        """Whether a node has done it."""
+        return self.slot in found.checked and found.saved == self.first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +104,22 @@ class Meeting:
         return {rank: Presence(**content) for rank, content in found.items() if content is not None}
 
     def show(self, generation: int, inventory: Inventory) -> None:
-        """Say what the memory of this node has, once its children of the generation before are gone."""
+        """Say what the memory of this node has, once its children of the generation before are gone, and again when a
+        request is met."""
         self._put(generation, f"memory/{self._node}", asdict(inventory))
 
     def shown(self, generation: int, node: str) -> Inventory | None:
         """What the memory of a node has; None: it has not been said."""
         content = self._got(generation, f"memory/{node}")
         return content and Inventory(**{**content, "slots": [Slot(**slot) for slot in content["slots"]]})
+
+    def ask(self, generation: int, request: Request) -> None:
+        """Ask this of all nodes, in place of what was asked before."""
+        self._put(generation, "request", asdict(request))
+
+    def asked(self, generation: int) -> Request | None:
+        content = self._got(generation, "request")
+        return None if content is None else Request(**content)
 
     def propose(self, generation: int, plan: Plan) -> bool:
         """Make this the plan, unless there is one; whether it is."""

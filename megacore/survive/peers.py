@@ -8,6 +8,7 @@ import json
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megacore.config import ParallelConfig
 from megacore.files import replace_bytes
-from megacore.parallel.collectives import barrier
+from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import Group, Mesh, host_group
 from megacore.survive.copies import make_room, record_of, write_manifest
 
@@ -40,9 +41,14 @@ class PeerCopies:
     def __init__(self, host: Group, nodes: Sequence[int]) -> None:
         self._host, self._to = host, peer_of(host.rank, nodes)
         self._sources = [rank for rank in host.ranks if peer_of(rank, nodes) == host.rank]
-        self._rooms: dict[Path, mmap.mmap] = {}
+        self.rooms: dict[Path, mmap.mmap] = {}  # of what they send
         self._threads = ThreadPoolExecutor(1)
         self._arrival: Future[None] | None = None
+
+    def expected(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The files that others send into each slot, with their bytes; all ranks call this. `sizes`: of this rank's."""
+        everyone = all_gather_objects(dict(sizes), self._host)
+        return dict(chain.from_iterable(everyone[source].items() for source in self._sources))
 
     def start(self, slot: Path, record: bytes, files: Mapping[str, mmap.mmap]) -> None:
         """Begin to send a part, and to receive those of others. `slot`: its directory. `files`: as in the record; they
@@ -54,10 +60,8 @@ class PeerCopies:
         works, records = [dist.isend(message, self._to, group=self._host.handle) for message in sent], {}
         for source in self._sources:
             records[slot / record_of(source)] = text = _received(source, self._host)
-            for name, entry in json.loads(text)["files"].items():
-                if (path := slot / name) not in self._rooms:
-                    self._rooms[path] = make_room(path, b"", entry["bytes"])
-                parts = _messages(self._rooms[path])
+            for name in json.loads(text)["files"]:
+                parts = _messages(self.rooms[slot / name])
                 works += [dist.irecv(message, source, group=self._host.handle) for message in parts]
 
         def arrive() -> None:

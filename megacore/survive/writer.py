@@ -9,7 +9,7 @@ import math
 import mmap
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from megacore.checkpoint.state import BUFFERS, WEIGHTS, TrainingState, spec_of_s
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
 from megacore.config.optimizers import StateKind
+from megacore.errors import PeerFailed, StorageError
 from megacore.files import replace_bytes
+from megacore.parallel.collectives import all_or_none, barrier
 from megacore.parallel.mesh import Mesh, ReplicaRole, host_group
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.survive.copies import NO_SHA256, SLOTS, make_room, record_of, remove_older
@@ -65,7 +67,7 @@ class StateInMemory(Callback):
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
         self._files: list[dict[str, mmap.mmap]] = [{} for _ in range(SLOTS)]
         self._targets: list[list[Tensor]] = [[] for _ in range(SLOTS)]
-        self._tables = ""
+        self._tables, self._has_room = "", True
         self.seconds = 0.0  # that it has taken so far
 
     def on_step_begin(self, run: Run, step: int) -> None:
@@ -73,7 +75,7 @@ class StateInMemory(Callback):
         that a run which continues from here repeats nothing of it."""
         trainer = self._trainer
         # A state whose last steps were skipped is not complete without what the run knows of them.
-        if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row:
+        if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row or not self._has_room:
             return
         begun = time.monotonic()
         if self._peers is not None:
@@ -94,7 +96,9 @@ class StateInMemory(Callback):
         (slot / record).unlink(missing_ok=True)
         blocks = list(blocks_of(state, mesh))
         if not self._targets[number]:
-            self._map(slot, number, blocks)
+            if not self._prepare(slot, number, blocks):
+                self._has_room = False
+                return
             if number == 0:
                 parts = 1 if self._peers is None else 2  # its own, and about as much of another rank
                 size = parts * SLOTS * sum(map(len, self._files[0].values())) / 2**20
@@ -124,13 +128,13 @@ class StateInMemory(Callback):
             self._peers.start(slot, content, self._files[number])
         self._written += 1
 
-    def _map(self, slot: Path, number: int, blocks: list[Block]) -> None:
-        """Make the files of a slot, with room in memory, and find where each block goes. Raises StorageError where
-        there is not enough."""
-        rank, tables = self._trainer.mesh.world.rank, dict[str, dict[str, object]]()
-        files: dict[str, list[Block]] = {}
+    def _prepare(self, slot: Path, number: int, blocks: list[Block]) -> bool:
+        """Make the files of a slot, with room in memory, and find where each block goes; all ranks call this. Where a
+        generation after a failure finds no room, the step that it continued from goes first, and else nothing more is
+        kept: False. Raises StorageError where a run begins without room, or PeerFailed on the other ranks."""
+        mesh, tables, files = self._trainer.mesh, dict[str, dict[str, object]](), dict[str, list[Block]]()
         for block in blocks:
-            file = f"{block.kind}-{rank:05d}.{block.number}.safetensors"
+            file = f"{block.kind}-{mesh.world.rank:05d}.{block.number}.safetensors"
             files.setdefault(file, []).append(block)
             entry = tables.setdefault(block.kind, {}).setdefault(
                 block.name,
@@ -139,19 +143,50 @@ class StateInMemory(Callback):
             entry["pieces"].append(  # type: ignore[index]
                 {"file": file, "start": [a for a, _ in block.where], "stop": [b for _, b in block.where]}
             )
-        slot.mkdir(parents=True, exist_ok=True)
+        self._tables = json.dumps(tables)
+        heads = {
+            file: header_of({b.name: (NAMES[b.tensor.dtype], tuple(b.tensor.shape)) for b in members})
+            for file, members in files.items()
+        }
+        sizes = {file: len(heads[file]) + sum(b.tensor.nbytes for b in members) for file, members in files.items()}
+        arriving = self._peers.expected(sizes) if self._peers is not None else {}
+        if (rooms := self._rooms(slot, heads, {**sizes, **arriving})) is None:
+            if self._is_first_of_node:
+                remove_older(self._memory, self._generation)
+            barrier(mesh.world)
+            rooms = self._rooms(slot, heads, {**sizes, **arriving})
+        if rooms is None:
+            self._trainer.say(
+                f"  {'warning':<10}{self._memory} has no room for copies of the state: a failure from now on goes back "
+                "to the last checkpoint on disk; give /dev/shm more memory (mount -o remount,size=...)"
+            )
+            return False
+        if self._peers is not None:
+            self._peers.rooms |= {slot / name: rooms[name] for name in arriving}
+        self._files[number] = {file: rooms[file] for file in files}
         targets: dict[tuple[str, str, int], Tensor] = {}
         for file, members in files.items():
-            shapes = {b.name: (NAMES[b.tensor.dtype], tuple(b.tensor.shape)) for b in members}
-            head, size = header_of(shapes), sum(block.tensor.nbytes for block in members)
-            memory = make_room(slot / file, head, len(head) + size)
-            self._files[number][file], at = memory, len(head)
+            at = len(heads[file])
             for block in members:
-                flat = torch.frombuffer(memory, dtype=block.tensor.dtype, count=block.tensor.numel(), offset=at)
+                flat = torch.frombuffer(rooms[file], dtype=block.tensor.dtype, count=block.tensor.numel(), offset=at)
                 targets[block.kind, block.name, block.number] = flat.view(block.tensor.shape)
                 at += block.tensor.nbytes
         self._targets[number] = [targets[block.kind, block.name, block.number] for block in blocks]
-        self._tables = json.dumps(tables)
+        return True
+
+    def _rooms(self, slot: Path, heads: Mapping[str, bytes], sizes: Mapping[str, int]) -> dict[str, mmap.mmap] | None:
+        """New files of these sizes in memory; None, on all ranks, where one of them has no room."""
+        mesh = self._trainer.mesh
+        try:
+            with all_or_none(mesh.world, mesh.device):
+                slot.mkdir(parents=True, exist_ok=True)
+                return {name: make_room(slot / name, heads.get(name, b""), size) for name, size in sizes.items()}
+        except (StorageError, PeerFailed):
+            for name in sizes:
+                (slot / name).unlink(missing_ok=True)
+            if not self._generation:
+                raise
+            return None
 
 
 def blocks_of(state: TrainingState, mesh: Mesh) -> Iterator[Block]:

@@ -225,5 +225,20 @@ def test_a_run_survives_a_cut_cable(tmp_path: Path, hosts: MakeHosts) -> None:
     assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, "survive": None})
 
 
+def test_nodes_save_together_what_no_layout_is_left_for(tmp_path: Path, hosts: MakeHosts) -> None:
+    """Each of those that are left has two of three parts."""
+    network, output, alone = hosts(3), tmp_path / "out", {**LASTING, **ALONE}
+    flags = small_run(output, **{**LASTING, "zero_stage": 2}, zero_shard_size=3, dp=3)
+    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(3)) as jobs:
+        jobs[0].wait_for_step(3)
+        network[2].kill()
+        assert all_end(jobs[:2]) == [1, 1], said_by(jobs)
+    saved = max(int(path.name[5:]) for path in output.glob("step_????????"))
+    said = f"2 ranks cannot train this model with this batch; --load auto continues from step {saved}\n"
+    assert said in said_by(jobs)
+    continued = losses_of_one_process(output, **alone, load="auto")
+    assert continued == losses_of_one_process(tmp_path / "alone", **alone)
+
+
 def recoveries(output: Path) -> int:
     return (output / "events.jsonl").read_text().count('"recovery"')

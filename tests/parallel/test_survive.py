@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacore.checkpoint.storage import LocalRun
+from megacore.errors import StorageError
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import build_mesh
-from megacore.survive.copies import Inventory, NodeMemory, newest
-from megacore.survive.keeper import save_slot
+from megacore.survive import writer
+from megacore.survive.copies import Inventory, NodeMemory, Slot, make_room, newest, publish_parts, save_parts
 from megacore.survive.layouts import layout_for
 from megacore.survive.peers import complete
 from megacore.survive.writer import StateInMemory, rectangles
 from tests.distributed import run_distributed
 from tests.parallel.test_checkpoint import assert_equal, stored, whole_state
 from tests.parity.runs import Layout, make_config, make_trainer
+
+
+def found_in(memory: NodeMemory) -> tuple[Slot | None, list[str]]:
+    """The newest whole step of a node, which is checked, and why it has no newer one."""
+    inventory = memory.inventory()
+    while (slot := newest([inventory])[0]) and slot.name not in inventory.checked:
+        inventory = memory.check(inventory, slot.name)
+    return slot, newest([inventory])[2]
+
+
+def save(slot: Path, parts: Sequence[Sequence[int]], run: Path, number: int) -> Path:
+    """Save a slot of which each node, here one after the other, copies some parts; the checkpoint's directory."""
+    storage, into = LocalRun(run), run / f"step_{number:08d}.tmp-0"
+    into.mkdir(parents=True)
+    for own in parts:
+        save_parts(slot, own, into)
+    publish_parts(storage, into.name, f"step_{number:08d}", sum(map(len, parts)), None)
+    return run / f"step_{number:08d}"
 
 
 def write(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
@@ -33,15 +56,16 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
         state.on_step_begin(trainer, step)
     expected = whole_state(trainer, mesh)
     if rank == 0:
-        found, _, problems = newest([memory.inventory()])
+        found, problems = found_in(memory)
         assert found is not None and (found.step, problems) == (3, [])
-        assert_equal(stored(save_slot(memory.path / found.name, Path(directory))), expected)
+        parts = [[0], list(range(1, world_size))]
+        assert_equal(stored(save(memory.path / found.name, parts, Path(directory), 3)), expected)
         for step, slot in ((2, "g0/slot-0"), (0, "g0/slot-1")):
             damaged = sorted((memory.path / slot).glob("exp_avg-*"))[-1]
             content = bytearray(damaged.read_bytes())
             content[-7] ^= 1 << 3
             damaged.write_bytes(content)
-            whole, _, problems = newest([memory.inventory()])
+            whole, problems = found_in(memory)
             assert (whole.step if whole else 0) == step and any(damaged.name in problem for problem in problems)
     memory.leave()
 
@@ -57,6 +81,34 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
 )
 def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     run_distributed(write, layout[0] * layout[1] * layout[2], layout, str(tmp_path), changes)
+
+
+def crowd(rank: int, world_size: int, directory: str, *, may_go: bool) -> None:
+    """Keep a step in a memory without room beside the one that the run has continued from, which may go, or at all."""
+    config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+
+    def without_room(path: Path, head: bytes, size: int) -> mmap.mmap:
+        if rank == 1 and (not may_go or (memory.path / "g0" / "slot-0").exists()):
+            raise StorageError("no room")
+        return make_room(path, head, size)
+
+    for generation in range(2):
+        StateInMemory(trainer, memory.path, generation, 1, [0] * world_size).on_step_begin(trainer, 1)
+        setattr(writer, "make_room", without_room)  # noqa: B010
+        barrier(mesh.world)
+    if rank == 0:
+        found, _ = found_in(memory)
+        assert (found.name if found else None) == ("g1/slot-0" if may_go else None)
+    barrier(mesh.world)
+    memory.leave()
+
+
+@pytest.mark.parametrize("may_go", [True, False])
+def test_a_recovery_without_room_for_copies_goes_on(may_go: bool, tmp_path: Path) -> None:
+    run_distributed(partial(crowd, may_go=may_go), 2, str(tmp_path))
 
 
 def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
