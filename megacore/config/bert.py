@@ -161,6 +161,7 @@ class BertConfig(Config):
                 *("multi_latent_attention", "attention_pattern", "window_rotary_base", "norm_placement"),
                 *("layernorm_1p", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
                 *("logits_divisor", "softmax_type", "attn_logit_softcapping", "final_logit_softcapping"),
+                "attention_output_gate",
                 *("add_attention_output_bias", "add_mlp_bias", "add_output_layer_bias"),
                 *("shared_parallel_norm", "norm_affine", "clip_qkv"),
                 *("mup_base_width", "mup_base_head_size", "lora_rank", "mtp_num_layers", "mtp_loss_scaling_factor"),

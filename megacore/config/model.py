@@ -29,7 +29,7 @@ def _scaling(*kinds: str) -> Needs:
 _LLAMA3, _YARN, _LONGROPE = map(_scaling, ("llama3", "yarn", "longrope"))
 _WITHOUT_LATENT = (
     *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-    *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier"),
+    *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier", "attention_output_gate"),
 )
 
 
@@ -292,6 +292,8 @@ class ModelConfig(Section):
     """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
     logits_divisor: Annotated[float, Range(above=0)] = 1.0
     """Divides the logits, as in Granite."""
+    attention_output_gate: bool = False
+    """Multiplies what each head finds by the sigmoid of a projection of the token, as in Qwen3-Next."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Joins the sum of attention's softmax. vanilla: nothing. off-by-one: 1. learnable: exp of a number per head
     (attention sinks)."""

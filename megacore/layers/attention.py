@@ -33,7 +33,7 @@ from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
 
 
 class Mixing(TypedDict, total=False):
@@ -176,6 +176,9 @@ class SelfAttention(Attention):
             self.query_norm, self.key_norm = (
                 build_norm(config, device=context.device, size=d, group=group) for _ in range(2)
             )
+        self.gate: ColumnParallelLinear | None = None
+        if config.attention_output_gate:
+            self.gate = ColumnParallelLinear(h, n * d, bias=config.qkv_bias, **context.linear_arguments)
         self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
         self.has_whole_groups = context.layer_group.size <= self.groups
         self.limit = config.clip_qkv
@@ -192,7 +195,7 @@ class SelfAttention(Attention):
     def attended(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """What the heads of this rank find, before the output projection: [b, s, n d / t]; arguments as for `forward`.
         It always has the whole positions of x: ranks of sequence parallelism have gathered them."""
-        projected = self.qkv(x)
+        projected, *gate = columns_parallel(x, [self.qkv, self.gate]) if self.gate else [self.qkv(x)]
         if self.limit is not None and self.query_norm is None:
             projected = projected.clamp(-self.limit, self.limit)
         if self.rotary is not None and self.query_norm is None and self.has_whole_groups:
@@ -207,7 +210,8 @@ class SelfAttention(Attention):
         if self.query_factor is not None:
             query = query * self.query_factor
         mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
-        return mixed.transpose(1, 2).flatten(2)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        return mixed * torch.sigmoid(gate[0]) if gate else mixed
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d], queries and keys
@@ -272,6 +276,7 @@ def refuse_unsupported(attention: nn.Module, config: ResolvedModel, context: Bui
         "--qk-layernorm": (config.qk_layernorm, "", "leave it out"),
         "--clip-qkv": (config.clip_qkv is not None, f"{config.clip_qkv}", "leave it out"),
         "--attention-dropout": (dropout > 0, f"{dropout:g}", "use 0"),
+        "--attention-output-gate": (config.attention_output_gate, "", "leave it out"),
         "--softmax-type": (config.softmax_type != "vanilla", config.softmax_type, "leave it out"),
         "--attn-logit-softcapping": (config.attn_logit_softcapping is not None, "", "leave it out"),
         "--attention-multiplier": (config.attention_multiplier is not None, multiplier, "leave it out"),

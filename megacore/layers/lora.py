@@ -14,7 +14,7 @@ Shape legend: b micro-batch, s sequence, i input and o output features, t tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from megacore.config import LoraConfig, ResolvedModel
 from megacore.config.lora import adapted_parts
 from megacore.errors import ConfigError
-from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.block import GatedMLP
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
 from megacore.parallel.random import Dropout
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 IN, OUT = "lora_a", "lora_b"
 """The parts of an adapter, in the names of its parameters."""
@@ -65,19 +64,6 @@ class Adapted(nn.Module):
         return y + added
 
 
-class AdaptedGatedMLP(GatedMLP):
-    """Adds what the adapters of its two projections give, which share the input's communication."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = [self.gate, self.up]
-        gate, up = (
-            layer.adapted(x, y) if isinstance(layer, Adapted) else y
-            for layer, y in zip(layers, columns_parallel(x, layers), strict=True)
-        )
-        activate = ACTIVATION_FUNCTIONS[self.activation]
-        return self.run(self.down, activate(gate, up), (activate, gate, up))
-
-
 def adapted(
     build: Callable[[], nn.Module], name: str, lora: LoraConfig, model: ResolvedModel, context: BuildContext
 ) -> nn.Module:
@@ -92,8 +78,8 @@ def adapted(
             raise ConfigError([f"--lora-rank targets: {name} has no linear layer {path}: leave it out of the targets"])
         _add(modules[path], f"{name}.{path}", stacked, lora, model, context)
     for module in layer.modules():
-        if isinstance(module, GatedMLP) and any(isinstance(one, Adapted) for one in (module.gate, module.up)):
-            cast(Any, module).__class__ = AdaptedGatedMLP
+        if isinstance(module, GatedMLP):  # one product would leave the adapters out
+            module.joins = module.joins and not any(isinstance(one, Adapted) for one in (module.gate, module.up))
     return layer
 
 

@@ -75,7 +75,7 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
     """Operations of one block's forward for one token: its products, q k^T and the mix of v. With a window no more keys
     than it holds are counted; causal attention sees half of them where it holds all."""
     h, n = config.hidden_size, config.num_attention_heads
-    matrices = (*attention_matrices(config), *short_matrices(config))
+    matrices = (*attention_matrices(config).values(), *short_matrices(config))
     projections = 2.0 * sum(rows * columns for rows, columns in matrices)
     keys = float(min(seq_length, config.window_size or seq_length))
     if attention == "causal":

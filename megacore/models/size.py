@@ -31,10 +31,11 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     if config.experts is not None:
         mixture = mixture_parameters(config, config.experts, tp, expert_ranks=expert_ranks)
         into = mlp = 0
-    weights = sum(rows * columns for rows, columns in attention_matrices(config)) + mlp
-    projected = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
+    weights = sum(rows * columns for rows, columns in attention_matrices(config).values()) + mlp
+    heads = config.num_attention_heads
+    projected = (heads * (1 + config.attention_output_gate) + 2 * config.query_groups) * config.head_size
     split_biases = (into * f if config.mlp_bias else 0) + (projected if config.qkv_bias else 0)
-    split_biases += config.num_attention_heads if config.softmax_type == "learnable" else 0
+    split_biases += heads if config.softmax_type == "learnable" else 0
     whole_biases = (config.mlp_bias + config.attention_output_bias) * h
     whole = whole_biases + whole_attention_parameters(config) + config.block_norms * norm_parameters(config)
     return (weights + split_biases) // t + whole + mixture
@@ -48,13 +49,16 @@ def prediction_parameters(config: ResolvedModel, depth: int, tp: int | None = No
     return (vocabulary_rows(config, tp) + 2 * h) * h + norms * norm_parameters(config)
 
 
-def attention_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
-    """Outputs and inputs of the matrices of attention that tensor-parallel ranks split."""
+def attention_matrices(config: ResolvedModel) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the matrices of attention that tensor-parallel ranks split, by name; the output is last."""
     h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
     if not config.multi_latent_attention:
-        return [((n + 2 * config.query_groups) * d, h), (h, n * d)]
+        gate = {"gate": (n * d, h)} if config.attention_output_gate else {}
+        return {"qkv": ((n + 2 * config.query_groups) * d, h), **gate, "output": (h, n * d)}
     latent, values = config.kv_lora_rank, n * config.v_head_dim
-    return [(n * d, config.q_lora_rank or h), (n * config.qk_nope_head_dim + values, latent), (h, values)]
+    query = ("query", h) if config.q_lora_rank is None else ("query_up", config.q_lora_rank)
+    into = {query[0]: (n * d, query[1]), "key_value": (n * config.qk_nope_head_dim + values, latent)}
+    return {**into, "output": (h, values)}
 
 
 def short_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
@@ -98,7 +102,8 @@ def expert_parameters(config: ResolvedModel, experts: ResolvedExperts) -> int:
 
 def projection(config: ResolvedModel, tp: int) -> int:
     """Weights of the projections to queries, keys and values, on one of `tp` ranks."""
-    return sum(rows * columns for rows, columns in attention_matrices(config)[:-1]) // tp
+    *into, _ = attention_matrices(config).values()
+    return sum(rows * columns for rows, columns in into) // tp
 
 
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:

@@ -102,6 +102,10 @@ class ColumnParallelLinear(ShardedModule):
         """As `forward`, with these parameters (weight, bias, weight, ...) instead of the layer's: several outputs."""
         return columns_of_parameters(self, x, parameters)
 
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output y for the input x, to which an adapter adds (layers/lora.py); y itself without one."""
+        return y
+
 
 class RowParallelLinear(ShardedModule):
     """y = x W^T + b with the input features split over the group; the bias is whole on every rank and added once.
@@ -192,7 +196,8 @@ def columns_of_parameters(
 def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """What several column-parallel layers, alike but for their output features, give for one input, [b, s, o/t] each;
     it is communicated once. `x`: [b, s, i] (or [b, s/t, i])."""
-    return layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
+    outputs = layers[0].columns(x, [parameter for layer in layers for parameter in (layer.weight, layer.bias)])
+    return tuple(layer.adapted(x, y) for layer, y in zip(layers, outputs, strict=True))
 
 
 def columns_in_one_product(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:

@@ -187,17 +187,14 @@ def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
 
 def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
     """Factors [k, n] of a block's products on one rank, without those of experts that tokens choose."""
-    h, d, inner = block.hidden_size, block.head_size, block.inner_size
+    h, inner = block.hidden_size, block.inner_size
     if block.experts is not None:
         inner = block.experts.moe_shared_expert_size or 0
-    heads, f = block.num_attention_heads * d / t, inner / t
-    projected = heads + 2 * d * max(block.query_groups / t, 1)
+    f = inner / t
     of_mlp = [*[(h, f)] * (2 if block.gated else 1), (f, h)] if inner else []
-    if block.multi_latent_attention:
-        *into, (_, values) = attention_matrices(block)
-        of_attention = [(k, n / t) for n, k in into] + [(k, n) for n, k in short_matrices(block)]
-        return [*of_attention, (values / t, h), *of_mlp]
-    return [(h, projected), (heads, h), *of_mlp]
+    *into, (_, values) = attention_matrices(block).values()
+    of_attention = [(k, n / t) for n, k in into] + [(k, n) for n, k in short_matrices(block)]
+    return [*of_attention, (values / t, h), *of_mlp]
 
 
 class _Experts(NamedTuple):

@@ -437,11 +437,9 @@ def _of_block(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> 
         for kind in into:
             add(f"mlp.experts.{kind}", (number, width, h), share.matrix, Product(share.held, width, h), of_expert=True)
         add("mlp.router", (number, h), number * h, is_cut=False)
-    *projections, output = attention_matrices(block)
-    add("attention.output", output, math.prod(output) // ranks)
-    for shape in reversed(projections):
-        products = () if block.multi_latent_attention else _of_qkv(block, settings.split_qkv)
-        add("attention.qkv", shape, math.prod(shape) // ranks, *products)
+    for part, shape in reversed(attention_matrices(block).items()):
+        products = _of_qkv(block, settings.split_qkv) if part == "qkv" else ()
+        add(f"attention.{part}", shape, math.prod(shape) // ranks, *products)
     for shape in short_matrices(block):
         add("attention", shape, math.prod(shape), is_cut=False)
     return found
