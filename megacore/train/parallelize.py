@@ -29,7 +29,6 @@ from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.schedule import Placement
 from megacore.pipeline.schedule_file import placement
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
@@ -56,7 +55,9 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     stages = stage_ranges(task.layers, config)
     placed = placement(config.parallel)
     held = placed.stages_of(mesh.pipeline.rank)
-    shared = _holders_of_tied(task.layers, stages, placed, mesh)
+    users = _stages_of_tied(task.layers, stages)
+    holders = {name: tuple(sorted(set(map(placed.rank_of, numbers)))) for name, numbers in users.items()}
+    shared = {n: Holders(pipeline=mesh.pipeline, positions=ranks) for n, ranks in holders.items() if len(ranks) > 1}
     parameters: dict[str, ShardedParameter] = {}
     chunks = [
         Stage([task.layers[i] for i in stages[stage]], parameters, number=number, build=False)
@@ -69,7 +70,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         mesh,
         options=zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
-        separate=frozenset(shared),
+        separate=frozenset(name for name, numbers in users.items() if len(numbers) > 1),
         stages=held,
     )
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -148,22 +149,16 @@ def recomputed_blocks(specs: Sequence[LayerSpec], config: ResolvedConfig) -> lis
     return blocks[: config.training.recompute_num_layers]
 
 
-def _holders_of_tied(
-    layers: Sequence[LayerSpec], stages: Sequence[range], placed: Placement, mesh: Mesh
-) -> dict[str, Holders]:
-    """For each tied parameter that several ranks of the pipeline hold: which they are."""
-    rank_of = {number: placed.rank_of(stage) for stage, numbers in enumerate(stages) for number in numbers}
+def _stages_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range]) -> dict[str, set[int]]:
+    """For each tied parameter the numbers of the stages that use it."""
+    stage_of = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
-    positions: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
         for name in layer.tied.values():
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
-            positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
-    return {
-        name: Holders(pipeline=mesh.pipeline, positions=tuple(sorted(ranks)))
-        for name, ranks in positions.items()
-        if len(ranks) > 1
-    }
+            users.setdefault(name, {stage_of[first]}).add(stage_of[number])
+    return users
 
 
 @torch.no_grad()

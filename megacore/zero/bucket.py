@@ -143,7 +143,7 @@ class Bucket:
         self._download_event: torch.Event | None = None
         self._runs: list[weakref.ref[LocalRun]] = []
         self.chunk = self.first_layer = 0  # number of the pipeline stage on this rank that uses the parameters first
-        self.spans_chunks = False  # whether several stages of this rank use a parameter: `finish` reduces it
+        self.spans_chunks = False  # whether several stages of this rank use a parameter
         self.release()
 
     @property

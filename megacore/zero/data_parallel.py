@@ -72,8 +72,8 @@ class DataParallel:
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more
             in a large group (see `grown`); on stage 3 a bucket holds a layer.
-        separate: global names of parameters that each get a separate bucket (tied ones, whose gradients are summed
-            over pipeline ranks too).
+        separate: global names of parameters that each get a separate bucket (tied ones that several stages use: of
+            other ranks, which sum their gradients too, or of this one).
         stages: the numbers of the pipeline stages.
     """
 
@@ -267,10 +267,11 @@ class DataParallel:
         """The backward of a microbatch through a chunk begins. `chunk`: number of the pipeline stage on this rank.
         `last`: whether this is the step's last backward of the chunk. `all_weights`: whether backward needs all
         parameters of the chunk at once, and computes their gradients in any order instead of layer by layer."""
-        buckets = [b for b in self.buckets if b.chunk == chunk and not (b.spans_chunks or b.in_place)]
+        buckets = [b for b in self.buckets if (b.chunk == chunk or b.spans_chunks) and not b.in_place]
         for bucket in buckets:
             bucket.begin_backward()
-        due = [bucket for bucket in buckets if last or bucket.options.stage >= 2]
+        # The chunk's last backward may not be the last of another chunk that uses the bucket.
+        due = [b for b in buckets if b.options.stage >= 2 or (last and not b.spans_chunks)]
         self._reductions.begin_backward(due, is_last=last, by_layer=not all_weights)
         if all_weights:
             self.gather_parameters(chunk)
@@ -292,8 +293,8 @@ class DataParallel:
 
     @contextmanager
     def observed_by(self, observer: GradientObserver) -> Iterator[None]:
-        """Show gradients computed inside to the observer; if it discards them, the step's stay as they are. Gradients
-        of parameters that several chunks of this rank use are not shown, because they are added up as they come."""
+        """Show gradients computed inside to the observer; if it discards them, the step's stay as they are. Those that
+        autograd adds up over several chunks of this rank are not shown."""
         kept = [parameter.grad for parameter in self.parameters]
         if observer.discards:
             for parameter in self.parameters:
@@ -316,7 +317,7 @@ class DataParallel:
     def finish(self) -> None:
         """Finish the reductions of the step, so that this rank's shard of the gradients is complete."""
         for bucket in self.buckets:
-            if bucket.spans_chunks:  # no single chunk's backward completes it
+            if bucket.spans_chunks and bucket.options.stage < 2:  # no single chunk's backward completes it
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
@@ -482,7 +483,7 @@ class _Reductions:
             if sums_across:
                 before.begin_sum_across()
         bucket.reduce()
-        self._before = bucket, self._is_last
+        self._before = bucket, self._is_last and not bucket.spans_chunks
 
 
 @dataclass(eq=False)
@@ -595,7 +596,7 @@ class _Inlet:
         observer = self._data_parallel._observer
         if observer is None:
             return False
-        if not self.bucket.spans_chunks:
+        if not (self.bucket.spans_chunks and self.bucket.in_place):
             observer.see(self._member.name, gradient)
         return observer.discards
 

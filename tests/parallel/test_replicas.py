@@ -225,6 +225,7 @@ KINDS: list[tuple[Layout, dict[str, Any]]] = [
     ((1, 1, 4), {"precision": "fp16", "offload_optimizer": True, "zero_stage": 1}),
     ((2, 1, 2), {"precision": "bf16", "zero_stage": 3}),
     ((2, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True, **DROPOUT}),
+    ((1, 2, 2), {"schedule": "zb-v", "virtual_stages": 2, "zero_stage": 2}),
 ]
 
 
