@@ -528,9 +528,7 @@ def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
 def _print_notes(config: ResolvedConfig, cluster: Cluster | None) -> None:
     missing = missing_files(config) if config.model.vocab_size else []  # 0: it is not known, and the plan is refused
     lacking = (problem.partition(": use")[0] for problem in missing if problem.startswith(_UNNEEDED))
-    notes = [f"{problem}; a plan does not need it" for problem in lacking]
-    if config.parallel.schedule in ("zb-v", "dualpipev"):
-        notes.append(f"--schedule {config.parallel.schedule}: its planned memory may be off by a quarter")
+    notes = (f"{problem}; a plan does not need it" for problem in lacking)
     for note in (*notes, *(cluster.notes if cluster else ())):
         print(f"megacore: note: {note}", file=sys.stderr)
 

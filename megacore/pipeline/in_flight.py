@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megacore.config import ParallelConfig
 from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.pipeline.schedule_file import load_schedule
 
 
+class Load(NamedTuple):
+    """The microbatches of a rank at one moment of a step, by stage."""
+
+    held: tuple[int, ...]  # between a forward and its input gradient
+    waiting: tuple[int, ...]  # those whose weight gradients are still to be computed
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Microbatches whose activations are kept."""
+        return tuple(map(sum, zip(*self, strict=True)))
+
+
 def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: Op = Op.INPUT_GRAD) -> tuple[int, ...]:
     """Microbatches whose activations each of a rank's stages keeps, when together they keep most. `microbatches`: of a
     replica in a step. `until`: where a schedule splits backward, whether activations count until the gradient of the
     stage's input (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most)."""
+    loads = fullest_loads(parallel, rank, microbatches)
+    return max((load.held if until is Op.INPUT_GRAD else load.kept for load in loads), key=sum)
+
+
+def fullest_loads(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[Load]:
+    """The loads of a step beside which no other has as much of everything. Which of them takes the most memory depends
+    on what each stage keeps. Arguments as for `in_flight`."""
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
-        return _peak(order, parallel.pp, parallel.virtual_stages, until)
+        return _fullest(order, parallel.pp, parallel.virtual_stages)
     if parallel.schedule == "gpipe":
-        return (microbatches,)
+        return [Load((microbatches,), (0,))]
     few = enough_microbatches(parallel, microbatches)
-    return _in_flight(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages, until)
+    return _built_in(parallel.schedule_name, rank, parallel.pp, few, parallel.virtual_stages)
 
 
 def enough_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
@@ -40,19 +60,21 @@ def enough_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _in_flight(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
+def _built_in(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Sequence[Load]:
     order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
-    return _peak(order, ranks, virtual_stages, until)
+    return _fullest(order, ranks, virtual_stages)
 
 
-def _peak(order: Iterable[Action], ranks: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
-    held = [0] * virtual_stages
-    peak = tuple(held)
+def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int) -> Sequence[Load]:
+    held, waiting = [0] * virtual_stages, [0] * virtual_stages
+    loads: dict[Load, int] = {}  # with how many there are
     for action in order:
-        if action.op is Op.FORWARD:
-            held[action.stage // ranks] += 1
-        elif action.op in (Op.BACKWARD, until):
-            held[action.stage // ranks] -= 1
-        if sum(held) > sum(peak):
-            peak = tuple(held)
-    return peak
+        stage = action.stage // ranks
+        held[stage] += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.INPUT_GRAD))
+        waiting[stage] += (action.op is Op.INPUT_GRAD) - (action.op is Op.WEIGHT_GRAD)
+        loads[Load(tuple(held), tuple(waiting))] = sum(held) + sum(waiting)
+    found: list[Load] = []
+    for load in sorted(loads, key=loads.__getitem__, reverse=True):
+        if not any(all(map(int.__ge__, other.held + other.waiting, load.held + load.waiting)) for other in found):
+            found.append(load)
+    return found

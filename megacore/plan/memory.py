@@ -20,7 +20,7 @@ from megacore.config.logits import logits_bytes
 from megacore.config.lora import adapter_parameters
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
-from megacore.pipeline.in_flight import in_flight
+from megacore.pipeline.in_flight import fullest_loads, in_flight
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
 from megacore.plan.shared_results import once_per
@@ -198,15 +198,13 @@ def _estimated(
     on_rank = staged.on_rank(config, rank)
     held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu)
     microbatch, on_host, working = _of_layers(config, on_rank, on_cpu=on_cpu)
-    flying = microbatches_in_flight(config, rank)
+    flying, until_weights = microbatches_in_flight(config, rank), _waiting_gradients(config, on_rank)
     host = {"activations": sum(map(operator.mul, flying, on_host))} if on_host else {}
     gradients = held.state["grads"] - held.host.get("grads", 0.0)
-    activations = sum(map(operator.mul, flying, microbatch))
-    if config.parallel.may_split_backward:
-        until_inputs = in_flight(config.parallel, rank, config.microbatches)
-        # And of the one that is computed.
-        waiting = (max(most - least, 0) + 1 for most, least in zip(flying, until_inputs, strict=True))
-        activations += sum(map(operator.mul, waiting, _waiting_gradients(config, on_rank)))
+    activations = max(
+        sum(map(operator.mul, load.kept, microbatch)) + sum(map(operator.mul, load.waiting, until_weights))
+        for load in fullest_loads(config.parallel, rank, config.microbatches)
+    )
     if copies_logits and on_rank.is_last:
         working = max(working, copied_logits(config))
     makes_anew = forgets_gradients(config) and not on_rank.experts  # gradients, while it frees activations

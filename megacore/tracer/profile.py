@@ -59,7 +59,9 @@ def profile_of(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> StepProfil
     with fake_job(config.parallel, rank=number, device=device, kernels=kernels) as mesh, Meter(device) as meter:
         log, task = _Log(meter), make_task(config, mesh)
         by_name = {layer.name: layer for layer in task.layers}
-        task.layers = [log.followed(by_name[one.name], n) for stage in built for n, one in enumerate(stage)]
+        task.layers = [
+            log.followed(by_name[one.name], n, stage) for stage, held in enumerate(built) for n, one in enumerate(held)
+        ]
         stages = [range(*ends) for ends in pairwise([0, *accumulate(map(len, built))])]
         with (
             mock.patch.object(parallelize, "stage_ranges", return_value=stages),
@@ -143,22 +145,24 @@ class _Log:
         # `begun`: bytes on the device before the first action.
         self.begun, self.state = 0, dict[str, int]()
         self._meter, self._open = meter, list[Passage]()
-        self._layer, self._began, self._on_host, self._is_open = -1, 0, 0, False
+        self._layer, self._began, self._on_host = -1, 0, 0
+        self._stage: int | None = None  # of the action that runs
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         if not self.passages:
             self.begun, self.state = self._meter.held, self.count_state()
-        self._open, self._is_open = [], True
+        self._open, self._stage = [], action.stage
         self._begin(-1)
         yield
         self._end()
-        self._is_open = False
+        self._stage = None
         self.passages.append((action, self._open))
 
-    def followed(self, spec: LayerSpec, number: int) -> LayerSpec:
+    def followed(self, spec: LayerSpec, number: int, stage: int) -> LayerSpec:
         def enter(*_: Any) -> None:
-            if self._is_open and self._layer != number:
+            # A tied parameter's gradient may be of a layer of another stage.
+            if self._stage == stage and self._layer != number:
                 self._end()
                 self._begin(number)
 

@@ -65,20 +65,27 @@ def microbatches_that_run(config: ResolvedConfig, rank: int) -> int:
     many run as show each action after all those that come before it in a step."""
     if config.parallel.schedule_csv is not None:  # it is made for a number of microbatches
         return config.microbatches
-    least = min(MOST_UNLIKE if config.parallel.zero_stage >= 2 else 3, config.microbatches)
+    least = min(_unlike(config), config.microbatches)
     most = max(least, enough_microbatches(config.parallel, config.microbatches))
     needed = successions(config, rank, most)
     return next(count for count in range(least, most + 1) if successions(config, rank, count) >= needed)
 
 
-def successions(config: ResolvedConfig, rank: int, microbatches: int) -> frozenset[tuple[Op, int, str]]:
-    """The operations of a rank's step, each with the number of its stage on the rank and what `left_by` says."""
-    if not config.training.offload_activations:
-        return frozenset()
-    parallel = config.parallel
+def _unlike(config: ResolvedConfig) -> int:
+    return MOST_UNLIKE if config.parallel.zero_stage >= 2 else 3
+
+
+def successions(config: ResolvedConfig, rank: int, microbatches: int) -> frozenset[tuple[Op, int, int | str]]:
+    """The operations of a rank's step, each with the number of its stage on the rank, and what `left_by` says or how
+    many of them came before: a schedule may split only some backwards."""
+    parallel, done = config.parallel, Counter[tuple[Op, int]]()
     order = rank_order(parallel.schedule_name, rank, parallel.pp, microbatches, virtual_stages=parallel.virtual_stages)
-    before = left_by(config, order)
-    return frozenset((a.op, a.stage // parallel.pp, left) for a, left in zip(order, before, strict=True))
+    found = set[tuple[Op, int, int | str]]()
+    for action, left in zip(order, left_by(config, order), strict=True):
+        key = action.op, action.stage // parallel.pp
+        found |= {(*key, left), (*key, min(done[key], _unlike(config) - 1))}
+        done[key] += 1
+    return frozenset(found)
 
 
 def left_by(config: ResolvedConfig, order: Sequence[Action]) -> list[str]:
