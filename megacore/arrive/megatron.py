@@ -212,10 +212,12 @@ def _layout(value: Value) -> Translation:
         if size > _LONGEST_LAYOUT:
             raise ValueError(f"{value} describes more than {_LONGEST_LAYOUT:,} layers: use smaller numbers")
         written = re.sub(pattern, lambda match: match[1] * int(match[2]), written)
-    if strange := sorted(set(written) - set("EtL|")):
-        known = "multi-token prediction (m) is not in megacore" if "m" in strange else "it has E, t, L and |"
-        raise ValueError(f"{value} has {one_of(strange)}: {known}: write it with --pipeline-layout E,3*t|4*t,H")
-    stages = written.replace("L", "H").split("|")
+    if strange := sorted(set(written) - set("EtmL|")):
+        raise ValueError(
+            f"{value} has {one_of(strange)}: it has E, t, m, L and |: write it with --pipeline-layout E,3*t|4*t,H"
+        )
+    depths, given = value.run.number("mtp_num_layers") or 0, [stage.count("m") for stage in written.split("|")]
+    stages = written.replace("m", "").replace("L", "H").split("|")
     if not all(stages):
         raise ValueError(
             f"{value} has an empty stage, and every stage of megacore holds a layer: use fewer stages, or let --pp and "
@@ -223,6 +225,11 @@ def _layout(value: Value) -> Translation:
         )
     runs = ([run[0] for run in re.finditer(r"(.)\1*", stage)] for stage in stages)
     ours = "|".join(",".join(run if len(run) == 1 else f"{len(run)}*{run[0]}" for run in stage) for stage in runs)
+    if any(given) and given != [*[0] * (len(given) - 1), depths]:
+        raise ValueError(
+            f"{value}: blocks of multi-token prediction (m) lie on the last stage, {depths} by --mtp-num-layers: use "
+            f"--pipeline-layout {ours}"
+        )
     if not pp:
         return Translation({"pipeline_layout": ours})
     if pp == 1 and len(stages) > 1:

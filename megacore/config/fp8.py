@@ -21,7 +21,7 @@ FP8_UNITS = {"blockwise": 128, "tensorwise": 16, "rowwise": 16}
 def is_fp8(name: str, config: Config) -> bool:
     """Whether linear layers of a block, `blocks.3`, multiply in fp8."""
     precision, layers = config.precision, config.model.num_layers
-    skipped = {f"blocks.{number % layers}" for number in _numbers(precision.fp8_skip or "")}
+    skipped = {f"blocks.{_block(number, layers)}" for number in _numbers(precision.fp8_skip or "")}
     return precision.fp8 != "none" and name not in skipped
 
 
@@ -29,9 +29,15 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")] if text else []
 
 
+def _block(number: int, layers: int) -> int:
+    """A negative number counts from the last block of the model, after which those of multi-token prediction come."""
+    return number if number >= 0 else number + layers
+
+
 def _skipped(c: Settings) -> Iterator[str]:
-    c.read("fp8_skip", "num_layers")
+    c.read("fp8_skip", "num_layers", "mtp_num_layers")
     text, layers = c.fp8_skip or "", c.num_layers
+    every = layers + c.mtp_num_layers
     given = f"--fp8 skip={text}"
     try:
         skipped = _numbers(text)
@@ -39,17 +45,18 @@ def _skipped(c: Settings) -> Iterator[str]:
         first = Change("use --fp8 skip=0 for the first block", {"fp8_skip": "0"})
         yield Problem(f"{given} must be numbers of blocks with commas between them", first, c.without("fp8_skip"))
         return
-    outside = [number for number in skipped if not -layers <= number < layers]
+    outside = [number for number in skipped if not -layers <= number < every]
     if outside:
         kept = ",".join(str(number) for number in skipped if number not in outside)
         yield Problem(
-            f"{given}: of --num-layers {layers} the blocks are 0 to {layers - 1}, or -{layers} to -1 from the end, and "
-            f"{', '.join(map(str, outside))} is none",
+            f"{given}: of --num-layers {layers} the blocks are 0 to {layers - 1}, or -{layers} to -1 from the end, "
+            f"{f'of --mtp-num-layers {layers} to {every - 1}, ' if every > layers else ''}"
+            f"and {', '.join(map(str, outside))} is none",
             Change(f"use --fp8 skip={kept}", {"fp8_skip": kept}) if kept else None,
             c.without("fp8_skip"),
         )
-    elif len({number % layers for number in skipped}) == layers:
-        yield Problem(f"{given} leaves none of --num-layers {layers} in fp8", c.without("fp8_skip"))
+    elif len({_block(number, layers) for number in skipped}) == every:
+        yield Problem(f"{given} leaves none of {every} blocks in fp8", c.without("fp8_skip"))
 
 
 def _widths(c: Settings) -> Iterator[str]:

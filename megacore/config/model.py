@@ -136,6 +136,7 @@ class ModelConfig(Section):
             "{0} normalises all heads together, and per-head each by itself",
         ),
         _pattern,
+        Excludes("mtp_num_layers!=0 embedding_layernorm", "{0} embeds tokens without the norm of {1}", OUT),
         Excludes("norm_placement parallel_residual", "{0} is not possible with {1}, whose layers read one norm"),
     )
 

@@ -36,7 +36,7 @@ def upcycled(config: ResolvedModel, where: Path, *, experts: int, chosen: int) -
     model = dataclasses.replace(config, experts=section.resolve(config.ffn_hidden_size))
     if not config.disable_bias_linear:
         problems.append(
-            f"{where} has biases in its linear layers (--no-disable-bias-linear), and experts have none: --upcycle "
+            f"{where} has biases in its linear layers (--no-disable-bias-linear), and its experts get none: --upcycle "
             "needs a model without, such as Llama, Mistral or Qwen"
         )
     if problems:

@@ -125,6 +125,8 @@ class PredictionBlock(TransformerBlock):
             assert isinstance(parameter, ShardedParameter)
             parameter.named(f"head.norm.{name}")  # as without such blocks
         self.token_norm, self.hidden_norm, self.output_norm = norm(), norm(), norm()
+        self.multiplier = config.embedding_multiplier
+        self.tokens_dropout = context.hidden_dropout(config, f"{size.name}.tokens_dropout")
         self.join = ReplicatedLinear(
             2 * h, h, bias=False, products=context.products, blocks=context.blocks, device=context.device
         )
@@ -140,7 +142,12 @@ class PredictionBlock(TransformerBlock):
         tokens = others[len(self.side_inputs)][self.depth]
         if self.blocks.divide:  # labels are of whole sequences
             tokens = self.sequence.take(tokens, 1)
-        pair = torch.cat([self.token_norm(self.tokens(tokens)), self.hidden_norm(hidden)], -1)
+        embedded = self.tokens(tokens)
+        if self.multiplier != 1.0:
+            embedded = embedded * self.multiplier
+        if self.tokens_dropout is not None:
+            embedded = self.tokens_dropout(embedded)
+        pair = torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], -1)
         return (self.output_norm(self.arrangement(self, self.join(pair), side)), *others, hidden)
 
 

@@ -77,7 +77,7 @@ def initialize(
     | biases | 0 | |
     | norm weights | 1, or 0 with `layernorm_1p` | the norm starts as plain standardisation |
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
-    | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
+    | every other matrix, both embeddings, sinks | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
     | A of adapters | even within 1 / sqrt(inputs) | as PEFT does; B is 0, so that they add nothing at first |
     | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |

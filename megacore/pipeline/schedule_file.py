@@ -45,8 +45,8 @@ def load_schedule(path: Path) -> Schedule:
     stages = 1 + max(action.stage for row in order for action in row)
     if stages % len(order):
         raise ScheduleError(
-            f"{path} has {stages} stages on {len(order)} ranks: stage s lies on rank s mod {len(order)}, "
-            "so that the number of stages must be a multiple of the number of rows"
+            f"{path} has {stages} stages on {len(order)} ranks: all have as many, so that the number of "
+            "stages must be a multiple of the number of rows"
         )
     virtual = stages // len(order)
     is_v = virtual == 2 and len(order) > 1 and any(action.stage == stages - 1 for action in order[0])

@@ -67,7 +67,7 @@ class StepResult:
     """The result of a train step, equal on every rank."""
 
     step: int  # its number, from 1
-    loss: Tensor  # mean loss of the global batch, the sum of `means`; an fp64 scalar on the device
+    loss: Tensor  # mean loss of the global batch, the sum of the main `means`; an fp64 scalar on the device
     means: Tensor  # mean of each term of the loss over the global batch, fp64 [terms] or a scalar, on the device
     # The numbers (of tokens, for example) that the sums of the terms were divided by; shape and dtype as `means`.
     counts: Tensor

@@ -33,13 +33,14 @@ class Task(ABC):
     """A model and its loss.
 
     A loss is one sum or several, each with a count. Each sum is divided by its count over the global batch, on any
-    ranks and in any microbatches. Training minimizes the sum of these means.
+    ranks and in any microbatches. Training minimizes the sum of these means, each times its factor in `loss_factors`.
 
     Args:
         layers: specs of the whole model.
         streams: the source of the layers' dropout masks.
         loss_names: of the loss's sums, under which their means are reported; none if the loss is one sum, a scalar.
-        evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
+        evaluation_names: the same for evaluations; of those in `loss_names` the first `main_losses` make up the
+            reported loss.
     """
 
     loss_factors: float | Tensor = 1.0  # what training multiplies each sum of the loss by

@@ -23,6 +23,7 @@ from megacore.config import (
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.model import ResolvedModel
+from megacore.config.parallel import V_SCHEDULES
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.rope_factors import parse_factors, written_factors
 from megacore.config.schema import sections_of
@@ -239,7 +240,8 @@ def _microbatches(config: ResolvedConfig) -> int:
     parallel, count = config.parallel, config.microbatches
     if parallel.schedule_csv is not None:
         return count
-    wanted = max(2, min(count, parallel.pp + 1))
+    full = 2 * parallel.pp if parallel.schedule in V_SCHEDULES else parallel.pp
+    wanted = max(2, min(count, full + 1))
     return parallel.pp * math.ceil(wanted / parallel.pp) if parallel.schedule == "interleaved" else wanted
 
 
