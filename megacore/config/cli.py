@@ -32,7 +32,7 @@ from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.solve import Searched
 from megacore.config.sources import Sources, built
-from megacore.config.spelling import fields_in
+from megacore.config.spelling import fields_in, flag_and_value
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -118,6 +118,14 @@ def parse_config(
     sources = _sources(argv, config_class, shape, continued, is_planned=planned, world_size=process.world_size)
     flags, file, config = sources.flags, sources.file, sources.config()
     found = list(flags.problems)  # what every rank finds wrong
+    spares, started = 0 if planned else config.watch.spares, process.world_size
+    if spares < started:
+        process = replace(process, world_size=started - spares)
+    else:
+        given, most = (flag_and_value("spare_ranks", number) for number in (spares, started - 1))
+        found.append(
+            f"{given} leaves none of {counted(started, 'process', 'processes')} to train: use {most}, or start more"
+        )
     if not process.problems:
         file_unread = set(all_fields(config_class)) if "config" in flags.unread else file.unread
         validation = Validation(
@@ -228,7 +236,7 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     if help_topic(argv) is not None or "--version" in argv:
         return alone
     config = _sources(argv, kind, shape, is_planned=True).config()
-    ranks = degrees_product(config)
+    ranks, started = degrees_product(config), started - config.watch.spares
     has_derived = any(getattr(config.parallel, name) is None for name in degree_fields())
     if started > 1 and (started == ranks or (has_derived and started % ranks == 0)):
         return replace(alone, world_size=started)

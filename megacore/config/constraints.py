@@ -39,7 +39,7 @@ def _processes(c: Settings) -> Iterator[str]:
     given = {name: degree for name in degree_fields() if (degree := getattr(c, name)) is not None}
     given = {name: degree for name, degree in given.items() if name in named_degrees(given)}
     product, world_size = math.prod(given.values()), c.world_size
-    processes = f"the run has {counted(world_size, 'process', 'processes')}"
+    processes = f"the run has {counted(world_size, 'process', 'processes')}{c.beside}"
     equation = f"{' x '.join(map(c.given, given))} = {product}"
     # Of each field: the processes that the other degrees leave it, if they are a whole number.
     left = {
@@ -53,14 +53,14 @@ def _processes(c: Settings) -> Iterator[str]:
             f"{equation}, but {processes}",
             divisors_of(last, given[last], left.get(last, world_size)),
             c.out(last) if last in left else None,
-            Values(name=WORLD_SIZE, among=[product], near=world_size),
+            Values(name=WORLD_SIZE, among=[product], near=world_size, spares=c.spares),
             *(divisors_of(name, given[name], left.get(name, world_size)) for name in given if name != last),
         )
     if last not in given and world_size % product:
         yield Problem(
             f"{equation} must divide the number of processes, but {processes}",
             *(divisors_of(name, degree, left.get(name, world_size)) for name, degree in given.items() if degree > 1),
-            multiples_of(WORLD_SIZE, world_size, product),
+            replace(multiples_of(WORLD_SIZE, world_size, product), spares=c.spares),
             about=(last,),
         )
 
@@ -279,7 +279,7 @@ def _expert_ranks(c: Settings) -> Iterator[str]:
             f"{given} must divide the {ranks}",
             divisors_of("ep", ep, block // etp) if block % etp == 0 else None,
             multiples_of("dp", replicas, larger),
-            multiples_of(WORLD_SIZE, c.world_size, larger * others * c.pp),
+            replace(multiples_of(WORLD_SIZE, c.world_size, larger * others * c.pp), spares=c.spares),
             about=("dp", *(("etp",) if c.etp is None else ())),
         )
 

@@ -29,6 +29,7 @@ class Values:
     bare: bool = False  # the message is about this field, and its values need no flag
     most: int = 6  # how many are named
     around: bool = False  # only the nearest below and the nearest above the value that it has are named
+    spares: int = 0  # processes that are started beside those of `WORLD_SIZE`
 
     def tried(self) -> list[int]:
         if self.bound:
@@ -48,7 +49,7 @@ class Values:
 
     def in_words(self, values: Sequence[int], *, is_first: bool = True) -> str:
         """The way out with some values, in the order of `tried`; `is_first`: no other one precedes it."""
-        named = sorted(self.named(values))
+        named = [value + self.spares for value in sorted(self.named(values))]
         text = one_of(named)
         if self.bound and len(values) == len(self.tried()):
             text = str(values[0]) if len(self.among) == 1 else f"{values[0]} {self.bound}"

@@ -150,7 +150,8 @@ class _Group:
             for side in (range(near - 1, max(near - _NEAR, 0), -1), range(near + 1, near + _NEAR))
         ]
         named = [number for number in numbers if number is not None] or [found]
-        start = Values(name=WORLD_SIZE, among=named, near=near).in_words(named)
+        spares = next((values.spares for values in self._by_name.get(WORLD_SIZE, ())), 0)
+        start = Values(name=WORLD_SIZE, among=named, near=near, spares=spares).in_words(named)
         return f"{_combined(changes)}, and {start}" if changes else start
 
     @cached_property

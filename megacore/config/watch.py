@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section
+from megacore.config.messages import counted
 from megacore.config.rules import Needs
 
 
@@ -22,6 +23,8 @@ class WatchConfig(Section):
     memory (docs/guides/failures.md)."""
     survive_interval: Annotated[int, Range(1)] = 1
     """Steps between copies of the state in memory."""
+    spare_ranks: Annotated[int, Range(0)] = 0
+    """Started processes, the last ones, that train nothing until they take the place of a lost rank."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
     """Steps between bitwise comparisons of replicated weights and optimizer state, also made before each save. A
     difference stops the run with status 3. 0: off."""
@@ -33,6 +36,16 @@ class WatchConfig(Section):
     (docs/guides/audit.md)."""
     ledger_interval: Annotated[int, Range(1)] = 20
     """Steps between hashes of weights and optimizer state in the ledger, which also has those of each save."""
+
+    @property
+    def spares(self) -> int:
+        """Processes that the launcher starts beside the ranks that train."""
+        return max(self.spare_ranks, 0) if self.survive else 0
+
+    @property
+    def beside(self) -> str:
+        """The same in words, after a number of ranks."""
+        return f" beside {counted(self.spares, 'spare')}" if self.spares else ""
 
 
 @dataclass(frozen=True, kw_only=True)

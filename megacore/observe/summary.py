@@ -58,7 +58,7 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
     slower = attention_warning(config, mesh.device) if is_transformer else None
     lines = [
         ("command", run["command"]),
-        ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
+        ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}{config.watch.beside}"),
         (
             "device",
             f"{mesh.device.type}, {mesh.backend}, {counted(torch.get_num_threads(), 'thread')} per rank, "

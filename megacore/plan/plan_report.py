@@ -64,7 +64,7 @@ def markdown(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -
 def _head(plan: Plan) -> Iterator[str]:
     config, cluster = plan.config, plan.cluster
     training = config.training
-    yield f"# Plan: {config.model.preset or 'model'} on {config.parallel.ranks} x {cluster.name}"
+    yield f"# Plan: {config.model.preset or 'model'} on {config.parallel.ranks} x {cluster.name}{config.watch.beside}"
     yield ""
     active = f", of which a token uses {plan.active_parameters:,}" if config.model.experts is not None else ""
     yield f"- model: {plan.parameters:,} parameters{active} (exact{_without_padding(config)})"

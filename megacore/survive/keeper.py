@@ -131,10 +131,12 @@ class Keeper:
             generation, current = 0, self._meeting.generation()
             if current is None:  # what a killed job of the same name has left is not of this one
                 remove_older(self.memory.path, sys.maxsize)
-            else:  # the run goes on without this keeper
-                status, generation = self._meeting.status(current), current + 1
-                if status is None:
+            else:  # the run goes on without this keeper, which is one of its ranks again or a spare
+                status, generation = self._meeting.status(current), current
+                plan = self._meeting.plan(current)
+                if status is None and plan and (self._lacks(plan) or self._meeting.rank in plan.members):
                     self._meeting.end(current, f"rank {self._meeting.rank} is back")
+                    generation += 1
             while status is None:
                 plan = self._agreed(generation)
                 if plan is None:
@@ -156,6 +158,10 @@ class Keeper:
             for number, handler in before.items():
                 signal.signal(number, handler)
         return status
+
+    def _lacks(self, plan: Plan) -> bool:
+        """Whether a generation has fewer ranks than the run has asked for."""
+        return len(plan.members) < self._config.parallel.ranks
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """What the launcher tells this process is for its child."""
@@ -245,8 +251,8 @@ class Keeper:
 
     def _first_plan(self, here: dict[int, Presence]) -> Plan:
         serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
-        ranks = sorted(here)
-        start = Plan(present=ranks, members=ranks, nodes=_numbers(here, ranks), degrees={}, serial=serial)
+        members = sorted(here)[: self._config.parallel.ranks]  # the others are spares
+        start = Plan(present=sorted(here), members=members, nodes=_numbers(here, members), degrees={}, serial=serial)
         if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
             why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
             return dataclasses.replace(start, refused=why, lines=[why])
@@ -368,10 +374,10 @@ class Keeper:
             self.memory.note(child.pid)
             if self.signal:  # it came before there was a child
                 self._pass_on(self.signal, None)
-        elif meeting.rank not in plan.present:
+        elif meeting.rank not in plan.present and self._lacks(plan):
             meeting.end(generation, f"rank {meeting.rank} is back")
         # Each watches the one before it: of several that are lost together, one is missed.
-        others = [rank for rank in plan.present if rank != meeting.rank]
+        others = [rank for rank in plan.members if rank != meeting.rank]
         watched = [rank for rank in others if rank < meeting.rank][-1:] or others[-1:]
         begun = asked = looked = time.monotonic()
         has_ended = False
@@ -396,7 +402,8 @@ class Keeper:
                     return status
             if now - looked > BEAT_SECONDS:
                 looked = now
-                if now - begun > _SECONDS_OF_REST and child is None and _rests(meeting.rank, plan.blamed):
+                has_rested = now - begun > _SECONDS_OF_REST and _rests(meeting.rank, plan.blamed)
+                if has_rested and child is None and self._lacks(plan):
                     meeting.end(generation, f"rank {meeting.rank} is back")
                 if lost := meeting.lost(watched, self._known):
                     meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost", blamed=lost[0])

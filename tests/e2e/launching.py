@@ -144,9 +144,9 @@ def started(script: Path, output: Path, *flags: object, **variables: object) -> 
         program.kill_all()
 
 
-def by_hand(rank: int, port: int) -> dict[str, object]:
-    """The environment of a rank of two that is started by hand, as Slurm does."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+def by_hand(rank: int, port: int, size: int = 2) -> dict[str, object]:
+    """The environment of a rank that is started by hand, as Slurm does."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp
     said = (tmp_path / "first.err").read_text()
     assert "1 rank (one process) continue from step" in said and "rank 1 is back: 2 ranks (dp 2) continue" in said
     check(output, tmp_path / "alone", 2)
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
+    """The layout stays, and the lost rank is a spare when it is back."""
+    launching.losses_of_one_process(tmp_path / "alone", **RUN)
+    output, port, events = tmp_path / "out", launching.free_port(), tmp_path / "out" / "events.jsonl"
+    flags = small_run(output, survive=True, spare_ranks=1, dp=2, **RUN)
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(PROGRAM, tmp_path / f"{rank}.err", *flags, **launching.by_hand(rank, port, 3)))
+            for rank in range(3)
+        ]
+        until(lambda: logged(output) >= 2, START, "no step 2")
+        assert {rank for rank, child in children(output).items() if child} == {0, 1}
+        ranks[1].kill_all()
+        until(lambda: '"recovery"' in events.read_text(), START, (tmp_path / "0.err").read_text())
+        with started(PROGRAM, tmp_path / "back.err", *flags, **launching.by_hand(1, port, 3)) as back:
+            assert [one.wait(patience(START)) for one in (ranks[0], ranks[2], back)] == [0, 0, 0]
+    assert "the keeper of rank 1 is lost: 2 ranks (dp 2) continue from step" in (tmp_path / "0.err").read_text()
+    check(output, tmp_path / "alone", 1)
 
 
 def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(tmp_path: Path) -> None:
