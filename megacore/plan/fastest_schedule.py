@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megacore.config import ResolvedConfig
+from megacore.config.parallel import V_SCHEDULES
 from megacore.models.outline import ModelLayer
 from megacore.pipeline.schedule_choice import ONE_FORWARD_ONE_BACKWARD, ScheduleChoice
 from megacore.plan.cluster import CLUSTERS, Cluster
@@ -43,9 +44,11 @@ def schedules_by_time(
     config = config.for_device(on_cpu=cluster.on_cpu)
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
         return [ONE_FORWARD_ONE_BACKWARD]
-    others = [] if config.training.recompute == "full" else [ScheduleChoice("zero-bubble")]
+    splits = config.training.recompute != "full"
+    others = [ScheduleChoice("zero-bubble")] if splits else []
     if config.parallel.pipeline_layout is None:
-        possible = (v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers)
+        possible = [v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers]
+        others += (ScheduleChoice(name, 2) for name in V_SCHEDULES if splits and 2 in possible)
         others += (ScheduleChoice("interleaved", v) for v in possible)
 
     if fits is not None:
@@ -57,8 +60,9 @@ def schedules_by_time(
         return step_seconds(choice.of(config), layers, cluster)
 
     most = (1.0 - _MARGIN) * seconds(ONE_FORWARD_ONE_BACKWARD)
-    timed = sorted((seconds(choice), choice) for choice in others)
-    return [*(choice for time, choice in timed if time <= most), ONE_FORWARD_ONE_BACKWARD]
+    times = {choice: seconds(choice) for choice in others}
+    faster = sorted((choice for choice, time in times.items() if time <= most), key=times.__getitem__)
+    return [*faster, ONE_FORWARD_ONE_BACKWARD]
 
 
 def fastest_that_fits(

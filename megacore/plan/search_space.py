@@ -290,7 +290,7 @@ def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[d
     given = constraints.fixed.get("virtual_stages")
     if pp == 1:  # any other schedule computes the same, and keeps as much or more
         return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}] if given in (None, 1) else []
-    names = ("1f1b", "zero-bubble", "interleaved") if given in (None, 1) else ("interleaved",)
+    names = ("1f1b", "zero-bubble", *STAGED_SCHEDULES) if given in (None, 1) else STAGED_SCHEDULES
     balances = constraints.among("pipeline_balance", ("time", "parameters"))
     return [
         {"schedule": name, "virtual_stages": v, "pipeline_balance": balance}

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.cli import parse_config, save_toml
-from megacore.config.parallel import ChosenSchedule, StagesThatFit
+from megacore.config.parallel import V_SCHEDULES, ChosenSchedule, StagesThatFit
 from megacore.config.pipeline_layout import parse_layout
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
@@ -443,7 +443,8 @@ def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
     layers = outline(config)
     found = schedules_by_time(config, layers, CLUSTERS[cluster])
     seconds = {}
-    for name, stages in (("1f1b", 1), ("zero-bubble", 1), *(("interleaved", v) for v in VIRTUAL_STAGES)):
+    staged = (*(("interleaved", v) for v in VIRTUAL_STAGES), *((name, 2) for name in V_SCHEDULES))
+    for name, stages in (("1f1b", 1), ("zero-bubble", 1), *staged):
         if config.parallel.pp * stages <= config.model.num_layers:
             named = planned(f"{flags} --schedule {name}" + (f" --virtual-stages {stages}" if stages > 1 else ""))
             seconds[name, stages] = make_plan(named, CLUSTERS[cluster]).time.seconds
