@@ -93,19 +93,11 @@ def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(straight: Path, tm
     assert losses(tmp_path / "run") == first_of(8, straight)
 
 
-# The run waits less long for one that is about to end.
-IMPATIENT = """
-import megacore.checkpoint.lock
-megacore.checkpoint.lock._PATIENCE_SECONDS = 0.2
-"""
-
-
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    script = patched_program(tmp_path, IMPATIENT)
     output = tmp_path / "run"
     lock = WriterLock(output)
     (output / "config.toml").write_text("the first run's")
-    done = alone(*small_run(output, **OPTIONS), program=script, timeout=PATIENCE)
+    done = alone(*small_run(output, **OPTIONS), timeout=PATIENCE)
     lock.release()
     assert done.returncode == 2
     assert f"is being written by another run (pid {os.getpid()} on " in done.stderr

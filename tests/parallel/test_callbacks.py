@@ -25,7 +25,7 @@ from wandb.proto import wandb_internal_pb2
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
-from megacore.config import LoggingConfig, validate
+from megacore.config import LoggingConfig
 from megacore.observe.events import Events
 from megacore.observe.sinks import finish
 from megacore.observe.trackers.background import MOST_WAITING, Background
@@ -198,14 +198,6 @@ def rows(directory: Path) -> list[Record]:
     return [{key: json.loads(cell) for key, cell in row.items() if cell} for row in found]
 
 
-def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    train(tmp_path, csv=True, save_interval=2)
-    (checkpoint, _) = sorted(published(tmp_path))
-    written = train(tmp_path, csv=True, load=str(checkpoint), train_iters=4)
-    assert rows(tmp_path) == written
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4, 4]
-
-
 @pytest.mark.parametrize("is_deleted", [False, True])
 def test_a_directory_that_is_lost_during_a_run_is_made_again(
     is_deleted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -269,14 +261,6 @@ def fp32(value: float) -> float:
     (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     assert isinstance(rounded, float)
     return rounded
-
-
-def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
-    written = train(tmp_path / "run", tensorboard_dir=str(tmp_path / "events"))
-    found = scalars(tmp_path / "events")
-    for key in {key for record in written for key in record} - {"step"}:
-        assert found[key] == [(r["step"], fp32(r[key])) for r in written if key in r], key
-    assert set(found) == {key for record in written for key in record} - {"step"}
 
 
 def test_tensorboard_shows_the_repeated_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
@@ -350,8 +334,10 @@ def logged(history: Any) -> Record:
     return {key: value for key, value in pairs.items() if not key.startswith("_")}
 
 
-def test_wandb_offline_has_every_record_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
+def test_every_tracker_has_every_record_and_a_resumed_run_continues_them(tmp_path: Path) -> None:
+    """CSV has the steps that a resumed run does again once; TensorBoard reads every number."""
     settings = {"wandb_project": "a project", "wandb_mode": "offline", "wandb_group": "a group", "csv": True}
+    settings["tensorboard_dir"] = str(tmp_path / "board")
     written = train(tmp_path, **settings, save_interval=2)
     first = offline_run(tmp_path)
     (run,) = of_kind(first, "run")
@@ -362,8 +348,13 @@ def test_wandb_offline_has_every_record_and_a_resumed_run_continues_it(tmp_path:
     assert [logged(history) for history in of_kind(first, "history")] == written
     metrics = {metric.name or metric.glob_name: metric.step_metric for metric in of_kind(first, "metric")}
     assert metrics["*"] == "step"
+    keys = {key for record in written for key in record} - {"step"}
+    numbers = {key: [(r["step"], fp32(r[key])) for r in written if key in r] for key in keys}
+    assert scalars(tmp_path / "board") == numbers
     (checkpoint, _) = sorted(published(tmp_path))
     written = train(tmp_path, **settings, load=str(checkpoint))
+    assert rows(tmp_path) == written
+    assert [row["step"] for row in written] == [1, 2, 2, 3, 4, 4]
     second = offline_run(tmp_path)
     assert of_kind(second, "run")[0].run_id == kept
     assert [logged(history) for history in of_kind(second, "history")] == [r for r in written if r["step"] > 2]
@@ -448,12 +439,3 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, where: str, monke
     hangs.let_go.set()
     assert said[-1].startswith("--broken has not finished in time, ")
     assert len(said) <= 2
-
-
-# ---- what is refused
-
-
-def test_settings_of_wandb_without_a_project_are_refused_all_at_once(tmp_path: Path) -> None:
-    config = make_config((1, 1, 1), tmp_path, wandb_group="a", wandb_name="b", wandb_mode="offline")
-    ends = "has no effect without --wandb-project: leave it out, or use --wandb-project NAME"
-    assert validate(config, 1) == [f"--wandb-{words} {ends}" for words in ("name b", "group a", "mode offline")]

@@ -37,6 +37,7 @@ from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, gather, make_config, make_trainer
 from tests.patience import patience
+from tests.unit.hostile import Payload
 
 
 def one_process(directory: Path, **changes: Any) -> Any:
@@ -374,16 +375,9 @@ def tables() -> dict[str, bytes]:
         "text": shard(b"\xff\xfe"),
         "overlapping": shard({"a": entry, "b": entry}),
         "empty": b"",
-        "pickle": pickle.dumps(Payload()),
+        "pickle": pickle.dumps(Payload("/tmp/megacore-executed")),
         "zip": b"PK\3\4" + b"\0" * 100,
     }
-
-
-class Payload:
-    """What a pickle would execute."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/megacore-executed",)
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -717,12 +717,13 @@ class Choose(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.always = nn.Linear(width, width)
         self.before = nn.Linear(width, width)
         self.positive = nn.Linear(width, width)
         self.negative = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        h, sign = x[:, :-1], x[:, -1:]
+        h, sign = self.always(x[:, :-1]), x[:, -1:]
         positive = bool(sign[0] > 0)
         h = h + self.before(h) if positive else h
         return torch.cat([self.positive(h) if positive else self.negative(h), sign], 1)
@@ -740,32 +741,8 @@ class Skip(nn.Module):
         return torch.cat([x[:, :-1] + self.inner(x[:, :-1]), x[:, -1:]], 1) if x[0, -1] * self.sign > 0 else x
 
 
-class First(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.inner(x), x[:, :1]], 1)
-
-
-class Last(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x[:, :-1])
-
-
 def train_chosen(width: int, dp: int = 1, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
-    layers = [
-        Layer("first", First, width),
-        Layer("choose", Choose, width),
-        Layer("skip", Skip, width, 1),
-        Layer("other", Skip, width, -1),
-        Layer("last", Last, width),
-    ]
+    layers = [Layer("choose", Choose, width), Layer("skip", Skip, width, 1), Layer("other", Skip, width, -1)]
     # Plain SGD: an error of a gradient is an error of a weight, in proportion.
     optimizer = OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0)
     plain = SGDConfig(sgd_momentum=0.0)
@@ -773,10 +750,10 @@ def train_chosen(width: int, dp: int = 1, **parallel: Any) -> tuple[list[float],
     losses = []
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(SAMPLES, 6, generator=draw) for _ in range(2))
+        x, y = (torch.randn(SAMPLES, width + 1, generator=draw) for _ in range(2))
         # Microbatches take turns at the replicas: of each two one is positive, and in odd steps all are.
         signs = torch.tensor([1.0, 1.0 if step % 2 else -1.0]).repeat(2).repeat_interleave(SAMPLES // 4)
-        x[:, 0] = x[:, 0].abs() * signs
+        x[:, -1] = x[:, -1].abs() * signs
         losses.append(engine.train_batch(engine.split(x, y)).item())
     return losses, engine.state_dict()
 

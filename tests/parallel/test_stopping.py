@@ -67,10 +67,10 @@ class Calling:
         return self.samples[number]
 
 
-def losses_of(directory: Path) -> list[tuple[int, float, float]]:
-    """What a run has logged."""
+def losses_of(directory: Path) -> list[list[float]]:
+    """What a run has logged: step, loss, norm and learning rate."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in map(json.loads, lines)]
+    return [[r["step"], *(r[f"train/{of}"] for of in ("loss", "grad_norm", "lr"))] for r in map(json.loads, lines)]
 
 
 def signalled(rank: int, world_size: int, directory: str, victim: int, options: dict[str, Any]) -> int:
@@ -235,12 +235,7 @@ def in_a_streak(
     options = {"train_iters": 7, "save_interval": 1, "keep_last": 1, "num_layers": layout[1], **options}
     config, heard = make_config(layout, directory, **options), Heard()
     trainer = make_trainer(config, build_mesh(config.parallel), callbacks=[heard])
-    sound = trainer.task.loss
-
-    def loss(output: Tensor, microbatch: Any) -> Tensor:
-        return sound(output, microbatch) * (math.nan if trainer.step + 1 in bad else 1.0)
-
-    trainer.task.loss = loss  # type: ignore[method-assign]
+    poisoned(trainer, lambda step: math.nan if step + 1 in bad else 1.0)
     try:
         trainer.run()
         ended = "done"
@@ -445,11 +440,6 @@ def slowly(
     return storage.write_tensors(path, tensors, on_written)
 
 
-def cannot_read() -> None:
-    FAILS.set()
-    raise DataError("sample 16 cannot be read")
-
-
 def diverge(rank: int, world_size: int, directory: str) -> str:
     """A run whose second step diverges while rank 1 still writes the checkpoint of the first; how it ends."""
     config = make_config((1, 1, world_size), directory, train_iters=6, num_layers=2, **DIVERGING)
@@ -478,7 +468,8 @@ def fail_elsewhere(rank: int, world_size: int, directory: str) -> None:
 
     def fail() -> None:
         save_module.all_gather_objects = lambda *_: pytest.fail("another rank is asked")
-        cannot_read()
+        FAILS.set()
+        raise DataError("sample 16 cannot be read")
 
     samples = Calling(RaggedData(BATCH * 6), BATCH + 2 * rank, fail)
     trainer = make_trainer(config, mesh, samples)
@@ -549,13 +540,6 @@ def test_a_request_to_save_while_torch_loads_does_not_kill_the_rank(tmp_path: Pa
 
 # ---- at the start ----------------------------------------------------------------------------------------------------
 
-SHAPE: dict[str, Any] = {"num_layers": 2, "train_iters": 4}
-
-
-def begin(output: Path | str, **changes: Any) -> Trainer:
-    config = make_config((1, 1, 1), output, **{**SHAPE, **changes})
-    return make_trainer(config, build_mesh(config.parallel))
-
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.parameters.items()}
@@ -566,40 +550,33 @@ def moments(trainer: Trainer) -> float:
     return sum(float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state)
 
 
-def starts(rank: int, world: int, folder: str) -> None:
-    source = begin(f"{folder}/source")
+def test_a_run_starts_from_weights_or_without_the_state_of_the_optimizer(tmp_path: Path) -> None:
+    there, changes = str(tmp_path / "source"), {"train_iters": 4, "pretrained_checkpoint": str(tmp_path / "source")}
+    source = one_process(tmp_path / "source", train_iters=4)
     source.run()
-    there, final = f"{folder}/source", weights(source)
+    final = weights(source)
 
-    fine_tuned = begin(f"{folder}/tuned", pretrained_checkpoint=there, load=None, seed=7)
+    fine_tuned = one_process(tmp_path / "tuned", **changes, seed=7)
     assert (fine_tuned.step, fine_tuned.consumed_samples, fine_tuned.loaded, moments(fine_tuned)) == (0, 0, None, 0)
     assert all(torch.equal(value, final[name]) for name, value in weights(fine_tuned).items())
     fine_tuned.train_step(next(fine_tuned.batches))
-    with fine_tuned.saving:
-        fine_tuned.save()
+    fine_tuned.save()
 
-    continued = begin(f"{folder}/tuned", pretrained_checkpoint=there, load=f"{folder}/tuned", seed=7)
+    continued = one_process(tmp_path / "tuned", **changes, load=str(tmp_path / "tuned"), seed=7)
     assert continued.step == 1  # its own checkpoint comes first
     assert moments(continued) == moments(fine_tuned) > 0
 
-    anew = begin(f"{folder}/anew", load=there, load_optim=False, train_iters=6)
+    anew = one_process(tmp_path / "anew", load=there, load_optim=False, train_iters=6)
     assert (anew.step, anew.consumed_samples, moments(anew)) == (4, 32, 0)
     assert anew.update.updates == 0
     assert all(torch.equal(value, final[name]) for name, value in weights(anew).items())
 
 
-def test_a_run_starts_from_weights_or_without_the_state_of_the_optimizer(tmp_path: Path) -> None:
-    run_distributed(starts, 1, str(tmp_path))
-
-
-def saved(rank: int, world: int, folder: str) -> None:
-    begin(folder, ffn_hidden_size=96, position_embedding_type="rope", rotary_base=500.0, train_iters=1).run()
-
-
 def test_a_checkpoint_has_the_shape_of_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_distributed(saved, 1, str(tmp_path))
+    shape: dict[str, Any] = {"ffn_hidden_size": 96, "position_embedding_type": "rope", "rotary_base": 500.0}
+    one_process(tmp_path, **shape).save()
     monkeypatch.setattr(cli, "GRACE_SECONDS", 0.0)
 
     def parse(*flags: str) -> Config:
@@ -620,26 +597,13 @@ def test_a_checkpoint_has_the_shape_of_its_model(
 # ---- a batch-size ramp
 
 RAMP: dict[str, Any] = {"rampup_batch_size": ("4", "4", "24"), "global_batch_size": 16, "train_iters": 7}
-RAMP |= {"lr_warmup_iters": 2, "num_layers": 3}
+RAMP["lr_warmup_iters"] = 2
 SIZES = [4, 4, 8, 12, 16, 16, 16]
 
 
-def ramped(rank: int, world: int, output: str, stop: int, load: str | None) -> list[tuple[float, float, int]]:
-    """Loss, learning rate and samples so far of the steps up to `stop`, with a checkpoint of the last."""
-    config = make_config((1, 1, 1), output, **RAMP, load=load)
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    steps = []
-    while trainer.step < stop:
-        result = trainer.train_step(next(trainer.batches))
-        steps.append((float(result.loss), result.lr, trainer.consumed_samples))
-    with trainer.saving:
-        trainer.save()
-    return steps
-
-
 def test_a_resumed_ramp_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    (whole,) = run_distributed(ramped, 1, str(tmp_path / "whole"), 7, None)
-    (first,) = run_distributed(ramped, 1, str(tmp_path / "parts"), 3, None)
-    (second,) = run_distributed(ramped, 1, str(tmp_path / "parts"), 7, str(tmp_path / "parts"))
-    assert first + second == whole
-    assert [samples for *_, samples in whole] == [sum(SIZES[: step + 1]) for step in range(7)]
+    for name, stop, load in (("whole", 7, None), ("parts", 3, None), ("parts", 7, str(tmp_path / "parts"))):
+        trainer = one_process(tmp_path / name, **RAMP, exit_interval=stop, load=load)
+        trainer.run()
+        assert trainer.consumed_samples == sum(SIZES[:stop])
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")

@@ -28,7 +28,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megacore.checkpoint.load import load_parameters
 from megacore.convert import dcp_files
-from megacore.convert.as_hf import export_dcp, read_dcp, write_hf
+from megacore.convert.as_hf import export_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.dcp_files import INDEX, open_dcp
@@ -182,16 +182,6 @@ def test_every_layout_loads_its_slices(converted: Converted) -> None:
                     assert torch.equal(parameter.spec.unpadded(parameter), parameter.spec.take(whole[name])), name
                 seen |= parameters.keys()
         assert seen == whole.keys()
-
-
-def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
-    """The families' own ids would be other tokens here, or none: GPT-2's 50256 is beyond this vocabulary."""
-    to_megacore(save_model(make_model("gpt2"), tmp_path / "hf"), tmp_path / "megacore")
-    forget_the_config(tmp_path / "megacore")
-    to_hf(tmp_path / "megacore", tmp_path / "anew")
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "anew")
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
-    assert not (tmp_path / "anew" / "generation_config.json").exists()
 
 
 def test_experts_in_mxfp4_become_what_transformers_makes_of_them(tmp_path: Path) -> None:
@@ -429,11 +419,13 @@ def test_a_file_that_the_manifest_does_not_list_is_left_out(
 def test_a_checkpoint_whose_manifest_lists_no_tokenizer_exports_none(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nor special tokens: the family's own ids would be other ones here, or none."""
     change_manifest(checkpoint, "tokenizer/")
     to_hf(checkpoint, tmp_path / "out")
     assert "--like DIR takes a tokenizer from elsewhere" in capsys.readouterr().out
-    assert not list((tmp_path / "out").glob("tokenizer*"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is None
+    assert not [*(tmp_path / "out").glob("tokenizer*"), *(tmp_path / "out").glob("generation_config.json")]
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
 def test_like_with_another_tokenizer_is_refused(
@@ -497,16 +489,13 @@ def test_what_cannot_be_is_refused(
 MARKS = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
-def save(folder: Path, *, sentences: bool) -> Path:
-    """The twin as transformers saves it."""
+def masked_twin() -> nn.Module:
+    """The classic twin without its sentence task."""
     twin = classic_twin()
-    if not sentences:
-        masked = transformers.BertForMaskedLM(twin.config)
-        missing, _ = masked.load_state_dict(twin.state_dict(), strict=False)
-        assert not missing
-        twin = masked
-    twin.save_pretrained(folder / "hf")
-    return folder / "hf"
+    masked = transformers.BertForMaskedLM(twin.config).eval()
+    missing, _ = masked.load_state_dict(twin.state_dict(), strict=False)
+    assert not missing
+    return masked
 
 
 def there_and_back(folder: Path) -> tuple[CheckpointTensors, Agreement]:
@@ -520,30 +509,6 @@ def there_and_back(folder: Path) -> tuple[CheckpointTensors, Agreement]:
     agreement = compare(there, here, check_tokens(found.config, folder / "none", None))
     assert agreement.difference <= 1e-5
     return found, agreement
-
-
-@pytest.mark.parametrize("sentences", [True, False])
-def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
-    save(tmp_path, sentences=sentences)
-    found, agreement = there_and_back(tmp_path)
-    assert found.bert is not None
-    assert found.bert.sentence_task == ("nsp" if sentences else "none")
-    assert agreement.same_choice == 1.0
-    kind = transformers.AutoModelForPreTraining if sentences else transformers.AutoModelForMaskedLM
-    loaded = kind.from_pretrained(tmp_path / "back")
-    assert type(loaded).__name__ == ("BertForPreTraining" if sentences else "BertForMaskedLM")
-
-
-def test_modernbert_there_and_back(tmp_path: Path) -> None:
-    """Its gated MLP has one matrix for both of megacore's."""
-    modern_twin().save_pretrained(tmp_path / "hf")
-    there_and_back(tmp_path)
-    hf = open_model(tmp_path / "hf")
-    values = hf.family.from_model(hf.config, hf.bert)
-    assert values is not None
-    made = transformers.AutoConfig.for_model(**values)
-    assert made.layer_types == modern_twin().config.layer_types
-    assert made.rope_parameters == modern_twin().config.rope_parameters
 
 
 @pytest.mark.parametrize(
@@ -574,7 +539,7 @@ def test_roberta_there_and_back(family: str, types: int, tmp_path: Path) -> None
 
 def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
     """The first BERT's files call a norm's parameters gamma and beta, and store tied tensors and positions too."""
-    directory = save(tmp_path, sentences=True)
+    classic_twin().save_pretrained(directory := tmp_path / "hf")
     stored = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in weights(directory).items()
@@ -622,21 +587,33 @@ def test_an_untied_bert_has_the_bias_that_transformers_adds(sentences: bool, ane
 
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tokenizer", "none"])
 @pytest.mark.parametrize(
-    ("make", "kind"),
-    [(classic_twin, "BertForPreTraining"), (modern_twin, "ModernBertForMaskedLM")],
-    ids=["classic", "modern"],
+    ("make", "kind", "task"),
+    [
+        (classic_twin, "BertForPreTraining", "nsp"),
+        (masked_twin, "BertForMaskedLM", "none"),
+        (modern_twin, "ModernBertForMaskedLM", "none"),
+    ],
+    ids=["classic", "without sentences", "modern"],
 )
-def test_every_bert_loads_as_the_model_that_it_was(make: Any, kind: str, marked: bool, tmp_path: Path) -> None:
+def test_every_bert_loads_as_the_model_that_it_was(
+    make: Any, kind: str, task: str, marked: bool, tmp_path: Path
+) -> None:
+    """Also as if trained here, with a config.json that is made anew. ModernBERT's gated MLP has one matrix for both."""
     twin = make()
     twin.save_pretrained(tmp_path / "hf")
     if marked:
         tokenizer(MARKS).save(tmp_path / "hf")
-    to_megacore(tmp_path / "hf", tmp_path / "megacore")
+    found, agreement = there_and_back(tmp_path)
+    assert found.bert is not None and found.bert.sentence_task == task
+    assert agreement.same_choice == 1.0
     forget_the_config(tmp_path / "megacore")
     to_hf(tmp_path / "megacore", tmp_path / "anew")
-    loaded = loads_as(tmp_path / "anew", getattr(transformers, kind))
     batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(loaded(batch)[0], twin(batch)[0])
+    for place in ("back", "anew"):
+        loaded = loads_as(tmp_path / place, getattr(transformers, kind))
+        assert torch.equal(loaded(batch)[0], twin(batch)[0])
+    for name in ("layer_types", "rope_parameters"):  # of ModernBERT
+        assert getattr(loaded.config, name, None) == getattr(twin.config, name, None)
     beside = transformers.AutoTokenizer.from_pretrained(tmp_path / "anew") if marked else None
     for use in MARKS:
         wanted = getattr(beside, f"{use}_token_id", None)
@@ -645,7 +622,7 @@ def test_every_bert_loads_as_the_model_that_it_was(make: Any, kind: str, marked:
 
 
 def test_a_gpt_cannot_start_from_a_bert(tmp_path: Path) -> None:
-    directory = save(tmp_path, sentences=False)
+    classic_twin().save_pretrained(directory := tmp_path / "hf")
     done = alone(
         *words(init_from_hf=directory, mock_data=True, seq_length=16, train_iters=2, output_dir=tmp_path / "run")
     )
@@ -721,36 +698,6 @@ def load_sharded(rank: int, ranks: int, shapes: dict[str, Any], source: str) -> 
     return {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
 
 
-def test_what_two_ranks_write_is_read_whole_and_by_the_names_of_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    rows = {"q_proj": HIDDEN, "k_proj": GROUPS * HEAD, "v_proj": GROUPS * HEAD, "o_proj": HIDDEN}
-    weights = {f"model.layers.0.self_attn.{name}.weight": torch.randn(size, HIDDEN) for name, size in rows.items()}
-    weights |= {"model.embed_tokens.weight": torch.randn(61, HIDDEN), "model.norm.weight": torch.randn(HIDDEN)}
-    weights |= {"lm_head.weight": torch.randn(61, HIDDEN).bfloat16()}
-    stored = titan(weights)
-    run_distributed(save_sharded, 2, stored, str(tmp_path / "dcp"))
-    read = read_dcp(tmp_path / "dcp")
-    assert read.keys() == stored.keys()
-    assert all(torch.equal(read[name][2](), value) for name, value in stored.items())
-    (tmp_path / "like").mkdir()
-    config: dict[str, Any] = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
-    (tmp_path / "like" / "config.json").write_text(json.dumps(config))
-    write_hf(tmp_path / "hf", read, tmp_path / "like", "here")
-    written = load_file(tmp_path / "hf" / "model.safetensors")
-    assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], value) for name, value in weights.items())
-    export_dcp(tmp_path / "hf", tmp_path / "back", "torchtitan")
-    back = open_dcp(tmp_path / "back")
-    assert all(torch.equal(back[name].read(), value) for name, value in stored.items())
-    for other, said in (
-        ({"model_type": "gemma"}, "model_type gemma"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
-    ):
-        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | other))
-        with pytest.raises(CheckpointError, match=f"another model than this one, of {said}: use --dcp-names hf"):
-            export_dcp(tmp_path / "hf", tmp_path / "other", "torchtitan")
-
-
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", pytest.param("qwen2-moe", marks=pytest.mark.slow)])
 def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, tmp_path: Path) -> None:
     """Parameters of transformers' model, as FSDP2 and DeepSpeed save them, against what `save_pretrained` writes."""
@@ -769,7 +716,7 @@ def test_experts_that_are_stacked_in_memory_are_apart_in_a_directory(name: str, 
     assert all(torch.equal(back[name].read(), value) for name, value in held.items())
 
 
-@pytest.mark.parametrize("names", [pytest.param("torchtitan", marks=pytest.mark.slow), "hf"])
+@pytest.mark.parametrize("names", [pytest.param("hf", marks=pytest.mark.slow), "torchtitan"])
 def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     stored = weights if names == "hf" else titan(weights)
@@ -788,6 +735,14 @@ def test_two_ranks_write_and_two_ranks_load(names: str, llama: Path, tmp_path: P
         assert loaded.keys() == stored.keys()
         assert all(torch.equal(loaded[name], value) for name, value in stored.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "dcp", "hf", "out"]
+    config = json.loads((llama / "config.json").read_text())
+    for other, said in (
+        ({"model_type": "gemma"}, "model_type gemma"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type yarn"),
+    ):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(CheckpointError, match=f"another model than this one, of {said}: use --dcp-names hf"):
+            export_dcp(tmp_path / "hf", tmp_path / "other", "torchtitan")
 
 
 # ---- refusals

@@ -282,32 +282,6 @@ def test_every_cluster_is_read_back_as_it_is_written(name: str, tmp_path: Path) 
     assert all(expected.peak(precision) for precision in ("fp32", "bf16", "fp16"))
 
 
-IN_BITS = (
-    "nic_bandwidth_gb_s = 400 is more than a network card carries; the fastest have 100 GB/s. If it is in Gb/s, write "
-    "nic_bandwidth_gb_s = 50"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nic_bandwidth_gb_s = 400", IN_BITS),
-        ("nic_bandwidth_gb_s = 12.5", None),
-        ("nic_bandwidth_gb_s = 400\nmemory_bandwidth_gb_s = 8\non_cpu = true", None),
-        ('nic_bandwidth_gb_s = 400\nsource = "fitted to output/run"', None),
-    ],
-)
-def test_a_unit_that_is_probably_mistaken_is_noted(
-    text: str, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(f'based_on = "h100"\n{text}\n', encoding="utf-8")
-    flags = ["pretrain_gpt.py", "--preset", "gpt2-small", "--global-batch-size", "8", "--precision", "fp32"]
-    assert main([*flags, "--cluster", str(path)]) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
-    assert notes == ([] if said is None else [f"megacore: note: {path}: {said}"])
-
-
 def holds(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -307,43 +307,6 @@ def test_a_picture_that_fails_does_not_lose_the_report(
     said = "it has no size" if isinstance(error, UserError) else f"{paths[0]}: No space left on device; make room"
     assert said in err
     assert [path.is_file() for path in paths[1:]] == [True] * (len(paths) - 1)
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc refuses new files to root too")
-def test_pictures_that_cannot_be_written_are_refused_before_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe = tmp_path / "pipe.svg"
-    os.mkfifo(pipe)
-    flags = f"pretrain_gpt.py --preset gpt2-small --cluster moon --timeline {pipe} --memory-timeline /proc/m.svg"
-    assert plan_main(flags.split()) == 2
-    out, text = capsys.readouterr()
-    assert not out
-    for part in (
-        "3 problems",
-        "--cluster moon",
-        f"--timeline {pipe} is not a regular file",
-        "--memory-timeline /proc/m.svg cannot be written: /proc takes no new files",
-    ):
-        assert part in text
-
-
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_a_picture_that_fails_while_it_is_written_leaves_the_file_as_it_was(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"picture.{suffix}"
-    drawing = canvas.Drawing(title="a title", width=100, height=100)
-    canvas.save(drawing, path)
-    before = path.read_bytes()
-
-    def half(drawing: canvas.Drawing, file: BinaryIO) -> None:
-        file.write(b"half")
-        file.flush()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch.object(canvas, f"_write_{suffix}", half), pytest.raises(OSError, match="No space") as error:
-        canvas.save(drawing, path)
-    assert error.value.filename == str(path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_picture_replaces_what_a_link_leads_to(tmp_path: Path) -> None:

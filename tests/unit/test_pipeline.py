@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import re
 import time
 import weakref
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedConfig, TrainingConfig
+from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config, save_toml
 from megacore.config.parallel import V_SCHEDULES, ChosenSchedule, StagesThatFit
 from megacore.config.pipeline_layout import parse_layout
@@ -43,7 +42,7 @@ from megacore.pipeline.schedule import (
     zero_bubble,
 )
 from megacore.pipeline.schedule_choice import choose_schedule, is_open, with_stages_that_fit
-from megacore.pipeline.schedule_file import check_schedule, load_schedule
+from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.simulator import Costs, Simulator, simulate
 from megacore.pipeline.validation import held, in_flight, prove
 from megacore.plan.cluster import CLUSTERS
@@ -53,7 +52,6 @@ from megacore.plan.planner import make_plan, scheduled
 from megacore.plan.ways_out import Limits
 from megacore.train import launch
 from tests.patience import patience
-from tools.plan import main
 
 
 def layer(cost: int, *, is_block: bool) -> LayerSpec:
@@ -74,26 +72,8 @@ def test_bloom_stages() -> None:
 def test_a_layout_by_hand() -> None:
     assert parse_layout("E,2*t|t|3*t,H", stages=3, blocks=6) == [range(3), range(3, 4), range(4, 8)]
     assert parse_layout(" E | 2*t , t | H", stages=3, blocks=3) == [range(1), range(1, 4), range(4, 5)]
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("E,2*t|t,H", "it has 2 stages, but --pp x --virtual-stages is 3: write 3 stages"),
-        ("E,2*t|t|t", "the layers are not in order: write one E, then every t, then one H"),
-        ("E,t|H|t,t", "the layers are not in order: write one E, then every t, then one H"),
-        ("E,t|t|x,H", "stage 2: 'x' is not E, t or H"),
-        ("E,t||t,H", "stage 1: '' is not E, t or H"),
-        ("E,t|0*t|t,H", "stage 1 holds no layer"),
-        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4: use --num-layers 3, or write 4 blocks"),
-        ("E,t|t|9999999999*t,H", "stage 2: 9999999999*t is more than --num-layers 4: use a smaller number"),
-        ("E,t|" + "9" * 5000 + "*t|t,H", "' is not E, t or H"),
-        ("E,\u0662*t|t|t,H", "stage 0: '\u0662*t' is not E, t or H"),
-    ],
-)
-def test_a_wrong_layout_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        parse_layout(text, stages=3, blocks=4)
+    with pytest.raises(ValueError, match="is not E, t or H"):  # others stand in tests/tools.toml
+        parse_layout("E,t|" + "9" * 5000 + "*t|t,H", stages=3, blocks=4)
 
 
 # ---- by time
@@ -380,31 +360,6 @@ def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int,
     built = build_schedule(name, 3, 5, virtual)
     rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
     assert load_schedule(written(tmp_path, "\n".join(rows))).actions == built.actions
-
-
-@pytest.mark.parametrize("pp, batch, fits", [(2, 2, True), (2, 4, False), (4, 2, False)])
-def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) -> None:
-    config = Config(
-        parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
-        model=ModelConfig(vocab_size=8),
-        data=DataConfig(mock_data=True),
-        training=TrainingConfig(train_iters=1, global_batch_size=batch),
-    ).resolve(pp)
-    if fits:
-        check_schedule(config)
-        return
-    expected = rf"is for --pp 2, .* 2 microbatches per replica, but the run has --pp {pp}"
-    with pytest.raises(ScheduleError, match=expected):
-        check_schedule(config)
-
-
-def test_a_plan_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(tmp_path, GOOD)
-    flags = f"--preset gpt2-small --pp 2 --global-batch-size 2 --micro-batch-size 1 --schedule-csv {file}"
-    assert main(["pretrain_gpt.py", *flags.split(), "--cluster", "h100"]) == 0
-    report = capsys.readouterr().out
-    assert f"--schedule-csv {file}" in report
-    assert "schedule auto" not in report
 
 
 # ---- the fastest schedule --------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megacore.commands.tool import ToolParser, run_tool
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
 
@@ -52,27 +51,6 @@ def test_a_node_of_several_ranks_is_refused_once() -> None:
     ranks[1].kill()  # as a launcher does
     assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
     assert ranks[1].communicate()[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--size 1 --size=2", "--size is given twice, as --size 1 and as --size 2: keep one of them"),
-        ("--of a b --of a", "--of is given twice, as --of a b and as --of a: give all of its values after one flag"),
-        ("-s 1 --size 2", "-s is given twice, as -s 1 and as --size 2: keep one of them"),
-        ("--size 1 --size 1 --on --on", ""),
-        ("--of a -s 1 --of a -- --size", ""),
-    ],
-)
-def test_a_flag_with_two_values_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a flag of a run is; the same value twice is no contradiction."""
-    parser = ToolParser(prog="tool")
-    parser.add_argument("-s", "--size")
-    parser.add_argument("--of", nargs="+")
-    parser.add_argument("--on", action="store_true")
-    parser.add_argument("names", nargs="*")
-    assert run_tool(parser, words.split(), lambda _: None) == (2 if said else 0)
-    assert said in capsys.readouterr().err
 
 
 OF_A_RUN: dict[str, tuple[str | None, str]] = {
