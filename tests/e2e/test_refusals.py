@@ -155,7 +155,6 @@ def flipped_bit(file: Path) -> None:
 BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "directory for a result": (lambda i: (i / "out/config.toml").mkdir(parents=True), "its config.toml is a directory"),
     "wrong magic": (lambda i: (i / "data.idx").write_bytes(b"GARBAGE" * 5), "data.idx: wrong magic"),
-    "short bin": (lambda i: os.truncate(i / "data.bin", 4798), "data.bin: 4798 bytes long, shorter than"),
     "token beyond the vocabulary": (token_too_large, "sequence 50 holds the token id 64"),
     "garbage tokenizer": (garbage_for_a_tokenizer, "x.json: not a `tokenizers` JSON file"),
     "directory without a tokenizer": (empty_tokenizer_directory, "no tokenizer in this directory"),

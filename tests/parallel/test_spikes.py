@@ -230,19 +230,6 @@ def test_a_skipped_spike_leaves_the_state_as_it_is(tmp_path: Path, mode: str, on
     assert losses.by_step[12] < losses.by_step[9] < losses.by_step[10]
 
 
-def test_the_same_fault_twice_stops_the_run(tmp_path: Path) -> None:
-    """More of the data is bad than is skipped. A run that is started again stops at the same place."""
-    spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=0, **GUARD)
-    for load in (None, "auto"):
-        losses, mesh = Losses(), Mesh(device=torch.device("cpu"))
-        newest = str(tmp_path / f"step_{LAST_SAVED:08d}.2") if load else None
-        run = trainer_on(mesh, (1, 1, 1), tmp_path, Text(POISON), losses, spikes, load=newest)
-        with pytest.raises(TrainingDiverged, match="a spike again after the rollback to step 8, on other samples"):
-            run.run()
-        assert losses.skipped == [10, 9][1 if load else 0 :]
-        assert len(run.rollbacks.done) == 1
-
-
 def test_data_that_are_too_few_for_a_rollback_stop_the_run(tmp_path: Path) -> None:
     spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
     data = Text(POISON, samples=STEPS * BATCH)

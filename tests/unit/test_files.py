@@ -44,7 +44,7 @@ from megacore.config import AdamWConfig, CheckpointConfig, Config, ModelConfig, 
 from megacore.convert.publish import published
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
-from megacore.files import GrowingFile, read_bounded, replace_bytes, replacing, take_lock
+from megacore.files import GrowingFile, read_bounded, replace_bytes, replacing
 from megacore.observe.sinks import keep_until
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.progress import Bars, Progress
@@ -77,20 +77,6 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
         meet_a_full_disk()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.json"]
-
-
-def test_a_lock_lasts_as_long_as_its_holder(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    code = f"import fcntl, sys; f = open({str(path)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
-    holder = subprocess.Popen([sys.executable, "-u", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    with path.open("w") as file:
-        with pytest.raises(BlockingIOError):
-            take_lock(file.fileno())
-        holder.kill()
-        assert take_lock(file.fileno(), patience=30.0)
-    holder.communicate()
 
 
 # Each reader with the file that it reads, and what it raises or returns where that is a pipe.
@@ -636,9 +622,8 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
         with pytest.raises(UserError, match=rf"written by another run \(pid {holder.pid} on .*\): use another"):
             WriterLock(tmp_path / "run")
         holder.send_signal(signal.SIGKILL)
-        holder.wait()
-    monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", 5.0)
-    lock = WriterLock(tmp_path / "run")
+        monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", patience(5))
+        lock = WriterLock(tmp_path / "run")  # as soon as the holder has ended
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
     WriterLock(tmp_path / "run").release()

@@ -337,18 +337,6 @@ def test_the_first_scale_makes_up_for_the_number_of_microbatches(
     assert config.initial_loss_scale == expected
 
 
-def test_a_saved_scale_goes_on() -> None:
-    one, other = scaler(), scaler()
-    one.overflow()
-    one.good_step()
-    other.load_state(one.state())
-    for each in (one, other):
-        each.good_step()
-        each.good_step()
-        each.overflow()
-    assert one.state() == other.state()
-
-
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 

@@ -338,28 +338,13 @@ def test_transfers_that_would_block_are_refused() -> None:
 
 # ---- schedules of files ----------------------------------------------------------------------------------------------
 
-GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
-
-
-def written(directory: Path, text: str) -> Path:
-    path = directory / "mine.csv"
-    path.write_text(text)
-    return path
-
-
-def test_cells_become_the_schedule_and_transfers_are_added(tmp_path: Path) -> None:
-    schedule = load_schedule(written(tmp_path, GOOD))
-    found = [" ".join(map(str, schedule.computations(rank))) for rank in range(2)]
-    assert found == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-    assert (schedule.ranks, schedule.virtual_stages, schedule.microbatches) == (2, 1, 2)
-    assert sum(action.op.is_transfer for actions in schedule.actions for action in actions) == 8
-
 
 @pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3), ("zb-v", 2)])
 def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int, tmp_path: Path) -> None:
     built = build_schedule(name, 3, 5, virtual)
     rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
-    assert load_schedule(written(tmp_path, "\n".join(rows))).actions == built.actions
+    (tmp_path / "mine.csv").write_text("\n".join(rows))
+    assert load_schedule(tmp_path / "mine.csv").actions == built.actions
 
 
 # ---- the fastest schedule --------------------------------------------------------------------------------------------
