@@ -173,45 +173,6 @@ def test_one_device_is_as_strict_as_a_gpu(check: Any) -> None:
     run_distributed(check, 1, backend="pretend", init=False)
 
 
-def check_collectives(rank: int, world_size: int) -> None:
-    x = torch.full((4,), float(rank + 1), device="pretend")
-    dist.all_reduce(x)
-    assert x.tolist() == [3.0] * 4
-    whole = torch.empty(4, device="pretend")
-    work = dist.all_gather_into_tensor(whole, x[:2] * (rank + 1), async_op=True)
-    work.wait()
-    assert whole.tolist() == [3.0, 3.0, 6.0, 6.0]
-    shard = torch.empty(2, device="pretend")
-    dist.reduce_scatter_tensor(shard, whole)
-    assert shard.tolist() == [[6.0, 6.0], [12.0, 12.0]][rank]
-    dist.broadcast(shard, src=1)
-    assert shard.tolist() == [12.0, 12.0]
-    values: list[Any] = [None, None]
-    dist.all_gather_object(values, {"rank": rank})
-    assert values == [{"rank": 0}, {"rank": 1}]
-    for call, waits in ((dist.barrier, 1), (partial(dist.all_reduce, x), 0)):
-        with counting() as c:
-            call()
-        assert c.host_syncs == waits
-    peer, arrived = 1 - rank, [torch.empty(4, device="pretend") for _ in range(2)]
-    operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor in arrived]
-    operations += [dist.P2POp(dist.isend, torch.full((4,), 10.0 * rank + k, device="pretend"), peer) for k in range(2)]
-    works = dist.batch_isend_irecv(operations)
-    assert len(works) == 1  # as NCCL has it
-    works[0].wait()
-    assert [tensor[0].item() for tensor in arrived] == [10.0 * peer, 10.0 * peer + 1]
-    group = dist.new_group([0, 1])
-    dist.all_reduce(x, group=group)
-    work = dist.all_reduce(x, async_op=True)
-    torch.accelerator.synchronize()  # waits for the communicators too
-    assert x[0].item() == 24.0
-    dist.destroy_process_group()
-
-
-def test_collectives_and_transfers_give_what_gloo_gives() -> None:
-    run_distributed(check_collectives, 2, backend="pretend")
-
-
 def unwaited_gather(rank: int, world_size: int) -> None:
     whole, shard = torch.zeros(8, device="pretend"), torch.ones(4, device="pretend")
     dist.all_gather_into_tensor(whole, shard, async_op=True)

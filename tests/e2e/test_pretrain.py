@@ -173,13 +173,6 @@ def test_a_seed_gives_the_same_bits_under_megatrons_names_too(data: dict[str, ob
     assert [record["train/loss"] for record in metrics(other)] != [record["train/loss"] for record in metrics(first)]
 
 
-def test_load_continues_where_the_checkpoint_ended(short: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
-    directory, flags = short
-    continued = run(tmp_path / "continued", **flags, load=directory / "step_00000003")
-    expected = [record for record in results(metrics(directory)) if record["step"] > 3]
-    assert results(metrics(continued)) == expected
-
-
 def sample(checkpoint: Path, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
     """What generate.py prints."""
     assert (

@@ -86,23 +86,6 @@ def test_a_sample_names_the_documents_of_its_tokens(tmp_path: Path) -> None:
         assert held == {number for number in named if starts[number] < starts[number + 1]}  # some are empty
 
 
-def test_every_epoch_holds_every_document_and_every_window_once() -> None:
-    for seed, seq_length, num_samples in SHAPES:
-        rng = random.Random(seed)
-        lengths = np.array([rng.choice([0, 1, 3, 9, 25]) for _ in range(rng.randint(1, 8))] + [4])
-        documents = np.arange(10, 10 + len(lengths))
-        tokens = int(lengths.sum())
-        indices = build_indices(documents, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed)
-        for epoch in indices["document_index"].reshape(-1, len(documents)):
-            assert sorted(epoch) == documents.tolist()
-        shuffle = indices["shuffle_index"].tolist()
-        assert len(shuffle) >= num_samples
-        # Windows of an epoch are those that start in it; its samples come before those of the next epoch.
-        epochs = [window * seq_length // tokens for window in shuffle]
-        assert epochs == sorted(epochs)
-        assert sorted(shuffle) == list(range(len(shuffle)))
-
-
 def test_the_order_of_the_first_epochs_is_kept() -> None:
     # Checksums of the indices as they have always been: what has been trained on stays in order.
     kept = {
