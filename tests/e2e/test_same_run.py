@@ -38,18 +38,6 @@ def run_with_own_flags(tmp_path: Path, flags: list[list[str]], *common: str) -> 
     return job.said()
 
 
-@needs_proc
-def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> None:
-    usual, other = ["--lr", "0.001", "--dp", "2"], ["--lr", "0.002", "--tp", "2"]
-    said = run_with_own_flags(tmp_path, [usual, other], *small_run(tmp_path / "out", global_batch_size=4))
-    assert said.count("megacore: refused on rank ") == 1
-    assert "rank 1 (pp 0, dp 1, tp 0): --lr 0.002, rank 0: 0.001\n" in said
-    assert "rank 1 (pp 0, dp 1, tp 0): --tp 2, rank 0: 1\n" in said
-    assert "rank 1 (pp 0, dp 1, tp 0): --dp 1, rank 0: 2\n" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("differs", [pytest.param("seed", marks=pytest.mark.slow), "output_dir"])
 def test_without_torchrun_a_refusal_is_said_once_and_soon(tmp_path: Path, differs: str) -> None:
     """Rank 0 serves the store in which the ranks agree on who speaks."""

@@ -229,16 +229,6 @@ def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_pat
     assert check_inputs(unresolved(tokenizer=str(tmp_path / "other"), **data)) == 259
 
 
-def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("line\n" * 30)
-    preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "a")), tokenizer)
-    with open(tmp_path / "a_text_document.bin", "r+b") as file:
-        file.seek(2 * 9)
-        file.write(b"\xff\xff")
-    with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
-        check_inputs(unresolved(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
-
-
 def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10)
     tokenizer.save(tmp_path / "t")

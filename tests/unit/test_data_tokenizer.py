@@ -117,10 +117,7 @@ def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], 
     assert backend.encode("return").tokens[0] == "[CLS]"
 
 
-def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
-    trained["bpe"].save(tmp_path / "bpe")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
-    assert trained["bpe"].encode_batch(TEXTS) == [item.ids for item in backend.encode_batch(TEXTS)]
+def test_the_ids_are_those_of_sentencepiece(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
     trained["unigram"].save(tmp_path / "unigram")
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "unigram" / "tokenizer.model"))
     assert trained["unigram"].encode(TEXTS[1]) == model.encode(TEXTS[1])

@@ -318,25 +318,6 @@ def test_the_scale_step_by_step(case: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "given, microbatches, expected",
-    [
-        ({}, 1, 2.0**16),
-        ({}, 3, 2.0**18),
-        ({}, 2048, 2.0**27),
-        ({"min_loss_scale": 2.0**20}, 2, 2.0**20),
-        ({"initial_loss_scale": 4.0}, 2048, 4.0),
-        ({"loss_scale": 4.0}, 2048, None),
-        ({"precision": "bf16"}, 2048, None),
-    ],
-)
-def test_the_first_scale_makes_up_for_the_number_of_microbatches(
-    given: dict[str, Any], microbatches: int, expected: float | None
-) -> None:
-    config = PrecisionConfig(**{"precision": "fp16", **given}).resolve(microbatches)
-    assert config.initial_loss_scale == expected
-
-
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 

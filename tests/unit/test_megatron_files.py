@@ -39,7 +39,6 @@ from megacore.checkpoint.manifest import find_checkpoint
 from megacore.config import Config, DataConfig, ExpertsConfig, ModelConfig, ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig
 from megacore.config.flags import flags_by_name, read_flags
-from megacore.config.model import padded_rows
 from megacore.convert.check import our_logits
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_weights
 from megacore.convert.dcp_files import open_dcp
@@ -53,7 +52,6 @@ from tests.patience import patience
 from tests.peers import interpreter_with
 from tests.unit import data_bytes, refusals
 from tests.unit.hostile import Payload
-from tests.unit.refusals import parse
 from tools.convert_checkpoint import main as convert
 
 # ---- checkpoints of known tensors, written from the descriptions of the formats, apart from what megacore reads ------
@@ -969,18 +967,6 @@ def test_a_checkpoint_of_megatron_is_told_from_none(tmp_path: Path) -> None:
     for given in (tmp_path, tmp_path / "iter_0000010"):
         with pytest.raises(CheckpointError, match=f"--from megatron --to megacore --input {given} --output DIR"):
             find_checkpoint(given)
-
-
-@pytest.mark.parametrize(("size", "tp"), [(128, 2), (127, 2), (1000, 1)])
-def test_a_null_tokenizer_has_one_token_more(size: int, tp: int) -> None:
-    """The token that ends a document is the last one, and padding comes after it, as Megatron-LM counts."""
-    given = ["--mock-data", "--train-iters", "10", "--vocab-size", str(size), "--tokenizer-type", "NullTokenizer"]
-    model = parse(*given).model
-    padded = size + 1
-    while padded % (128 * tp):
-        padded += 1
-    assert model.vocab_size == size + 1
-    assert tp * padded_rows(model.vocab_size, tp, model.make_vocab_size_divisible_by) == padded
 
 
 # ---- --sample-order megatron -----------------------------------------------------------------------------------------
