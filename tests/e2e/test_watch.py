@@ -236,12 +236,6 @@ def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) ->
     assert list((tmp_path / "out").glob("step_*"))
 
 
-def test_where_says_that_there_is_no_such_job(tmp_path: Path) -> None:
-    done = run_warm(WHERE, tmp_path, timeout=START)
-    assert done.returncode == 2
-    assert "no watched job runs here" in done.stderr
-
-
 @pytest.mark.slow
 def test_one_process_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "backward", "call": 9, "fault": "sleep"}))

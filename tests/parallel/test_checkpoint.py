@@ -213,13 +213,6 @@ def refused(directory: Path, file: Path) -> None:
     assert time.process_time() - start < patience(2)
 
 
-def test_a_whole_checkpoint_is_taken(newest: Path) -> None:
-    assert {path.name for path in files_of(newest)} >= {"manifest.json", "model-pp0-tp0.safetensors", "tokenizer.json"}
-    assert whole(newest, ALONE) is None
-    choice = choose_checkpoint(make_config((1, 1, 1), newest.parent, load="auto"), ALONE)
-    assert (choice.directory, choice.refused) == (newest, ())
-
-
 def test_every_flipped_bit_is_refused_by_file_name(newest: Path) -> None:
     generator = random.Random(7)
     files = files_of(newest)

@@ -294,22 +294,6 @@ def test_a_sidecar_that_cannot_be_believed_is_ignored(change: str, tokenizer: To
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-def test_strict_refuses_at_the_first_bad_line_and_leaves_nothing(
-    corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o"), workers=2, strict=True)
-    with pytest.raises(DataError, match=r"corpus\.jsonl:52: not JSON .*\(--strict\)"):
-        preprocess(job, tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "{bad\n"])
-def test_an_input_without_documents_is_refused(content: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.jsonl: no documents in it"):
-        run(tmp_path, content, tokenizer, name="a.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("name", "through"),
     [

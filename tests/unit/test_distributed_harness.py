@@ -129,18 +129,3 @@ def test_a_killed_caller_takes_its_ranks_along(tmp_path: Path) -> None:
     caller.kill()
     caller.join()
     until(lambda: all(map(gone, pids)), 5, "ranks are left")
-
-
-def test_a_local_function_is_refused_before_any_rank_starts() -> None:
-    with pytest.raises((AttributeError, TypeError, Exception), match=r"(?i)pickle"):
-        run_distributed(lambda rank, world_size: None, 2)
-
-
-# ---- timeouts --------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_ends_with_the_condition_or_with_the_message() -> None:
-    answers = iter((False, False, True))
-    until(lambda: next(answers), 60, "never")
-    with pytest.raises(AssertionError, match="what was seen"):
-        until(lambda: False, 0, lambda: "what was seen")

@@ -336,11 +336,6 @@ def read_with(directory: Path, place: Place, change: Any) -> Manifest:
     return read_manifest(directory)
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(WRITTEN.to_json())
-    assert read_manifest(tmp_path) == WRITTEN
-
-
 def test_a_manifest_of_an_older_version_is_written_as_it_was_read(tmp_path: Path) -> None:
     """It has no XXH3. A mark changes nothing else, even what this version does not know."""
     path, raw = tmp_path / "manifest.json", json.loads(WRITTEN.to_json())

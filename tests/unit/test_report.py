@@ -37,12 +37,6 @@ def write(directory: Path, first_step: int, *records: dict[str, Any]) -> None:
     finish([one])
 
 
-def test_a_resumed_run_does_not_double_steps(tmp_path: Path) -> None:
-    write(tmp_path, 0, *({"step": step} for step in range(1, 7)))
-    write(tmp_path, 2, {"step": 3})
-    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
-
-
 @pytest.mark.parametrize("line", ["garbage", "{}", "[]", '{"step": "3"}', '{"step": null}', "\xff", "[" * 100_000])
 def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
     content = ('{"step": 1}\n' + line + '\n{"step": 2}\n').encode("latin-1")
