@@ -196,13 +196,6 @@ def test_callbacks_see_the_events_of_the_engine(tmp_path: Path) -> None:
     assert diary.calls[-1] == "stop enough"
 
 
-def test_a_step_after_the_last_is_refused() -> None:
-    engine = engine_of([linear("a")], train_iters=1)
-    engine.train_batch(engine.split(*batch(0)))
-    with pytest.raises(UserError, match="after step 1, but train_iters is 1"):
-        engine.train_batch(engine.split(*batch(1)))
-
-
 def train_odd(rank: int, world_size: int, pp: int, changes: list[dict[str, Any]]) -> list[Any]:
     found = []
     for parallel in changes:
@@ -377,9 +370,12 @@ def test_a_block_tells_what_leaves_padding_out_where_it_is(placement: Any) -> No
 
 
 def test_a_wrong_batch_is_refused() -> None:
-    engine = engine_of([linear("a")])
+    engine = engine_of([linear("a")], train_iters=1)
     with pytest.raises(UserError, match="got 3 microbatches, but num_microbatches is 4"):
         engine.train_batch(engine.split(*batch(0))[:3])
+    engine.train_batch(engine.split(*batch(0)))
+    with pytest.raises(UserError, match="after step 1, but train_iters is 1"):
+        engine.train_batch(engine.split(*batch(1)))
     with pytest.raises(UserError, match="3 samples are too few for 4 microbatches"):
         engine.split(*batch(0, samples=3))
     with pytest.raises(UserError, match=r"evaluate got \[0\] microbatches"):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def random_value(info: FieldInfo, rng: random.Random) -> Any:
     return tuple(texts[: rng.randint(0, 3)]) if info.kind is tuple else "".join(texts)
 
 
-def test_saved_configurations_read_back_equal(tmp_path: Path) -> None:
+def test_saved_configurations_read_back_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is replaced whole."""
     path = tmp_path / "deep" / "config.toml"
     for seed in range(40):
         rng = random.Random(seed)
@@ -81,8 +83,13 @@ def test_saved_configurations_read_back_equal(tmp_path: Path) -> None:
         config = Config(**sections)
         save_toml(config, path)
         assert _read_without_checks(path) == config
+    before = path.read_bytes()
+    assert before.startswith(b"# megacore 0."), "the version that wrote it"
+    monkeypatch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_toml(make(seed=99), path)
+    assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
-    assert path.read_text().startswith("# megacore 0."), "the version that wrote it"
 
 
 def _read_without_checks(path: Path) -> Config:

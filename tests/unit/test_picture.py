@@ -268,6 +268,7 @@ def test_clocks_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_pictures_are_drawn_although_nobody_reads_the_report(tmp_path: Path) -> None:
+    """And one that cannot be written leaves the file as it was."""
     paths = [tmp_path / f"{name}.svg" for name in ("timeline", "memory-timeline")]
     given = [word for path in paths for word in (f"--{path.stem}", str(path))]
     command = [sys.executable, "tools/plan.py", "pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", "h100"]
@@ -279,9 +280,11 @@ def test_pictures_are_drawn_although_nobody_reads_the_report(tmp_path: Path) -> 
         streams: dict[str, Any] = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": ROOT, "env": environment}
         done = subprocess.run(words, check=False, **streams)
         assert (done.returncode, [path.is_file() for path in paths]) == (141, [True] * len(paths)), done.stderr
+        before = [path.read_bytes() for path in paths]
         small_files = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]
         done = subprocess.run(small_files, check=False, **streams)
         assert (done.returncode, done.stderr.count(b": File too large; ")) == (2, len(paths)), done.stderr
+        assert [path.read_bytes() for path in paths] == before and sorted(tmp_path.iterdir()) == sorted(paths)
     finally:
         os.close(writer)
 
@@ -313,6 +316,9 @@ def test_a_picture_replaces_what_a_link_leads_to(tmp_path: Path) -> None:
     (tmp_path / "link.svg").symlink_to(tmp_path / "real.svg")
     canvas.save(canvas.Drawing(title="a title", width=100, height=100), tmp_path / "link.svg")
     assert (tmp_path / "link.svg").is_symlink() and "a title" in (tmp_path / "real.svg").read_text(encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe.svg")
+    with pytest.raises(UserError, match=r"pipe\.svg is not a regular file"):
+        canvas.save(canvas.Drawing(title="a title", width=100, height=100), tmp_path / "pipe.svg")
 
 
 def found_of(sizes: Sequence[tuple[float, float]]) -> Found:

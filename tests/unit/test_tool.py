@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,30 +48,3 @@ def test_a_node_of_several_ranks_is_refused_once() -> None:
     ranks[1].kill()  # as a launcher does
     assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
     assert ranks[1].communicate()[1] == ""
-
-
-OF_A_RUN: dict[str, tuple[str | None, str]] = {
-    "generate": ("--checkpoint", "--prompt once"),
-    "fill_mask": ("--checkpoint", "[MASK]"),
-    "perplexity": ("--checkpoint", "--data-path corpus"),
-    "convert_checkpoint": ("--input", "--from megacore --to hf --output new"),
-    **dict.fromkeys(("audit", "inspect_checkpoint", "draw_schedule", "report", "where"), (None, "")),
-}
-
-
-@pytest.mark.parametrize("name", OF_A_RUN)
-def test_every_tool_takes_its_run_alone_or_by_the_older_flag(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tool, (flag, others) = importlib.import_module(f"tools.{name}"), OF_A_RUN[name]
-    forms = [["absent", *others.split()], *([[*others.split(), flag, "absent"]] if flag else [])]
-    for words in forms:
-        assert tool.main(words) == 2
-        assert "absent" in capsys.readouterr().err
-    if flag is not None:
-        assert tool.main([*others.split(), f"{flag}="]) == 2
-        assert f"{flag} is empty: give it a value" in capsys.readouterr().err
-    tool.main(["--help"])
-    said = capsys.readouterr().out
-    assert re.search(r"^  RUN ", said, re.MULTILINE) and f" {flag} " not in said
