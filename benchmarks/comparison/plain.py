@@ -80,13 +80,17 @@ class PlainGPT(nn.Module):
         super().__init__()
         sizes = job.sizes
         start, stop = layers or (0, sizes.layers + 2)
-        tokens, positions = nn.Embedding(sizes.vocab, sizes.hidden), Positions(sizes.seq, sizes.hidden)
-        nn.init.normal_(tokens.weight, std=0.02)
-        self.embedding = _in_turn(tokens=tokens, positions=positions) if start == 0 else None
+        self.embedding: nn.Sequential | None = None
+        self.head: nn.Sequential | None = None
+        if start == 0:
+            tokens, positions = nn.Embedding(sizes.vocab, sizes.hidden), Positions(sizes.seq, sizes.hidden)
+            nn.init.normal_(tokens.weight, std=0.02)
+            self.embedding = _in_turn(tokens=tokens, positions=positions)
         blocks = range(max(start, 1), min(stop, sizes.layers + 1))
         self.blocks = nn.ModuleDict({str(layer - 1): Block(sizes.hidden, sizes.heads) for layer in blocks})
-        norm, output = nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-        self.head = _in_turn(norm=norm, output=output) if stop == sizes.layers + 2 else None
+        if stop == sizes.layers + 2:
+            norm, output = nn.LayerNorm(sizes.hidden), nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+            self.head = _in_turn(norm=norm, output=output)
         if job.weights is not None:
             theirs = {"head.weight": "head.output.weight", "embedding.positions": "embedding.positions.weight"}
             with np.load(job.weights) as values:

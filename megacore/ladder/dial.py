@@ -21,7 +21,15 @@ from megacore.config.flags import read_flags, without_fields
 from megacore.config.spelling import flag_and_value
 from megacore.errors import ConfigError
 from megacore.ladder.law import OPERATIONS, PUBLISHED
-from megacore.ladder.rungs import STYLE, Ladder, inner_size, read_ladder, schedule_flags, with_usual
+from megacore.ladder.rungs import (
+    STYLE,
+    Ladder,
+    inner_size,
+    read_ladder,
+    schedule_flags,
+    with_usual,
+    without_tables,
+)
 from megacore.plan.cluster import cluster_named
 from megacore.plan.memory import GIB
 from megacore.plan.plan_report import four_digits
@@ -29,7 +37,10 @@ from megacore.plan.planner import Plan, make_plan
 from megacore.plan.search import Layout
 
 _HOURS = {"min": 1 / 60, "h": 1.0, "days": 24.0}
-_UNITS = {"min": "min", "h": "h", "hours": "h", "day": "days", "days": "days", "usd": "USD", "flop": "flop"}
+_UNITS = {
+    **dict.fromkeys(("min", "minute", "minutes"), "min"), **dict.fromkeys(("h", "hour", "hours"), "h"),
+    "day": "days", "days": "days", "usd": "USD", "flop": "flop",
+}  # fmt: skip
 _BUDGETS = "'8 h on 8 x h100', '500 USD on 8 x h100' or '1e21 flop on 8 x h100'"
 _USUAL = {**STYLE, "seq_length": "--seq-length 2048"}
 _DECIDED = (
@@ -39,6 +50,7 @@ _DECIDED = (
 _OF_A_LADDER = ("micro_batch_size", "eval_iters", "log_interval", "device")  # flags of its runs alone
 _ENTRY = "pretrain_gpt.py"
 _ROUNDS = 6
+_SAVED = 1800  # seconds between checkpoints: what a failure costs at most
 
 
 def best_batch(tokens: float) -> float:
@@ -113,6 +125,10 @@ def _propose(args: argparse.Namespace) -> None:
             f"--budget {asked.text}: {asked.cluster} has no price: add --price-per-hour, as in --price-per-hour 2.5"
         )
         asked = asked._replace(unit="h")
+    of_a_node = cluster_named(asked.cluster).device.node_ranks
+    if asked.ranks > of_a_node and asked.ranks % of_a_node:
+        whole = asked.ranks // of_a_node * of_a_node
+        problems.append(f"--budget {asked.text}: nodes of {asked.cluster} have {of_a_node} devices: use {whole}")
     given = read_flags(args.flags, Config).values
     decided = [flag_and_value(name, given[name]) for name in _DECIDED if name in given]
     if Path(args.entry or _ENTRY).name != _ENTRY:
@@ -147,10 +163,11 @@ def _best(args: argparse.Namespace, asked: Budget, words: Sequence[str], problem
         if args.tokens_per_parameter is not None:
             parameters = math.sqrt(operations / OPERATIONS / args.tokens_per_parameter)
             tokens = parameters * args.tokens_per_parameter
-        before, shape = shape, _shape(parameters, vocabulary, is_gated="glu" in given.get("activation", ""))
+        tables = vocabulary if ladder is None else 0  # that parameters of the law count
+        before, shape = shape, _shape(parameters, tables, is_gated="glu" in given.get("activation", ""))
         if shape == before and (is_last or args.estimate):
             break
-        is_last = shape == before or number == _ROUNDS - 2  # whose memory is traced
+        is_last = shape == before or number >= _ROUNDS - 2  # whose memory is traced
         width, layers = int(shape[1]), int(shape[3])
         batch_tokens, lr, further = best_batch(tokens), best_rate(12 * layers * width**2, tokens), list[str]()
         if ladder is not None:
@@ -171,10 +188,16 @@ def _best(args: argparse.Namespace, asked: Budget, words: Sequence[str], problem
             raise ConfigError([f"{of} {tokens / parameters:.3g}, {problem}" for problem in error.problems]) from None
         plan = make_plan(found.layouts[0].config, found.cluster)
         vocabulary = plan.config.model.vocab_size
-        tokens = plan.tokens_per_second * 3600 * hours * args.goodput or operations / OPERATIONS / plan.parameters
-        operations = OPERATIONS * plan.parameters * tokens
+        parameters = _counted(plan, ladder)
+        tokens = plan.tokens_per_second * 3600 * hours * args.goodput or operations / OPERATIONS / parameters
+        operations = OPERATIONS * parameters * tokens
         report = _described(args, asked, plan, found.layouts[0], model, max(int(tokens / batch / length), 1))
     return report
+
+
+def _counted(plan: Plan, ladder: Ladder | None) -> int:
+    """The parameters of which the law speaks."""
+    return plan.parameters if ladder is None else without_tables(plan.parameters, plan.config.model)
 
 
 def _described(
@@ -183,21 +206,28 @@ def _described(
     """A run with all its figures."""
     model, batch, length = plan.config.model, plan.config.training.global_batch_size, plan.config.data.seq_length
     tokens, law = steps * batch * length, PUBLISHED if args.ladder is None else args.ladder.law
+    counted = _counted(plan, args.ladder)
     days, usd = plan.cost(tokens, goodput=args.goodput)
-    low, high = law.interval(plan.parameters, tokens)
+    low, high = law.interval(counted, tokens)
     most = plan.cluster.device.node_ranks
-    nodes = f" --nnodes {math.ceil(asked.ranks / most)}" if asked.ranks > most else ""
+    nodes = f" --nnodes {asked.ranks // most} --node-rank $NODE_RANK --master-addr $MASTER_ADDR" * (asked.ranks > most)
     launcher = "python" if asked.ranks == 1 else f"torchrun{nodes} --nproc-per-node {min(asked.ranks, most)}"
     origin = (
         "The sizes and the loss follow Besiroglu et al. 2024, batch and rate Li et al. 2025: other data and another "
         "tokenizer than yours. For a law of your own: tools/ladder.py, then --ladder ladder/ladder.json."
     )
     if args.ladder is not None:
-        times = plan.parameters * tokens / args.ladder.most.parameters / args.ladder.most.tokens
+        times = counted * tokens / args.ladder.most.parameters / args.ladder.most.tokens
+        extrapolated = " More than 100 times: the interval is too narrow." * (times > 100)
         origin = (
             f"The loss is that of your ladder, whose largest run has 1 / {times:,.3g} of the operations and "
-            f"{args.ladder.most.tokens / args.ladder.most.parameters:.3g} tokens per parameter."
+            f"{args.ladder.most.tokens / args.ladder.most.parameters:.3g} tokens per parameter of its blocks. Length "
+            f"and rate are the ladder's: before a long run, try half and twice of the rate.{extrapolated}"
         )
+    words = [*flags, *schedule_flags(steps, steps)]
+    named, saved = read_flags(words, Config).values.keys(), max(round(_SAVED / plan.time.seconds), 1)
+    words += [] if "save_interval" in named else f"--save-interval {saved} --keep-last 2".split() * (saved < steps)
+    words += [] if "load" in named else ["--load", "auto"]
     return {
         "budget": asked._asdict(),
         "parameters": plan.parameters,
@@ -215,9 +245,9 @@ def _described(
         "price_per_hour": plan.cluster.price_per_hour,
         "is_price_assumed": args.price_per_hour is None,
         "goodput": args.goodput,
-        "loss": {"value": law.loss(plan.parameters, tokens), "low": low, "high": high},
+        "loss": {"value": law.loss(counted, tokens), "low": low, "high": high},
         "origin": origin,
-        "command": f"{launcher} pretrain_gpt.py {shlex.join([*flags, *schedule_flags(steps, steps)])} {layout.flags}",
+        "command": f"{launcher} pretrain_gpt.py {shlex.join(words)} {layout.flags}",
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megacore.config import Config
 from megacore.config.flags import read_flags
+from megacore.config.model import ResolvedModel
 from megacore.files import replace_bytes
 from megacore.ladder.law import Law, Point
 
@@ -32,7 +33,7 @@ class Ladder:
         widths: hidden sizes.
         steps: of the longest run of each width; none before the speeds were measured.
         batch_tokens: of a step.
-        points: parameters, tokens and held-out loss of each run, the narrow models first.
+        points: parameters without tables, tokens and held-out loss of each run, the narrow models first.
         law: None: some runs are missing.
     """
 
@@ -63,7 +64,14 @@ def width_flags(width: int, ladder: Ladder) -> list[str]:
 
 def inner_size(width: int) -> int:
     """Of a gated MLP: 8/3 of the width, as in Llama."""
-    return 64 * math.ceil(width / 24)
+    unit = 64 if width >= 512 else 8  # wide products are fastest in whole tiles
+    return unit * round(8 * width / 3 / unit)
+
+
+def without_tables(parameters: int, model: ResolvedModel) -> int:
+    """Those of the blocks. The tables of tokens are most of a narrow model and little of a wide one: a law of all
+    parameters would be one of the tables (Kaplan et al. 2020, arXiv 2001.08361, leave them out as well)."""
+    return parameters - model.vocab_size * model.hidden_size * (1 + model.untie_embeddings_and_output_weights)
 
 
 def schedule_flags(steps: int, longest: int) -> list[str]:

@@ -84,6 +84,7 @@ def test_a_proposal_fits_its_budget_and_the_trainer_takes_its_command(
     ratio = run["tokens"] / run["parameters"]
     assert 190 < ratio < 210 if flags else 15 < ratio < 30
     words = run["command"].partition("pretrain_gpt.py")[2] + f" --dry-run --cluster {run['budget']['cluster']}"
+    assert ("--nnodes 2 --node-rank $NODE_RANK" in run["command"]) == ("16 x" in text)
     assert plan_run(shlex.split(f"{words} --estimate --json"), "pretrain_gpt.py") == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["fits"] and planned["parameters"]["value"] == run["parameters"]
