@@ -102,14 +102,23 @@ class History:
             return None
         return _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
 
-    def different_tensors(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-        """Which tensors differ in two lines of a step, in words; empty where they tell nothing."""
-        names = [f"{kind} of {name}" for kind, of_kind in self.start.record["state"].items() for name in of_kind]
+    def different_tensors(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Kind and name of the tensors that differ in two lines of a step; none where they tell nothing."""
+        names = self._names
         here, there = (_parts(line.get("tensors", "")) for line in (one, other))
         if not len(here) == len(there) == len(names):
-            return ""
-        found = [name for name, a, b in zip(names, here, there, strict=True) if a != b]
-        return f"; first {found[0]}, {len(found)} of {counted(len(names), 'tensor')}" if found else ""
+            return []
+        return [name for name, a, b in zip(names, here, there, strict=True) if a != b]
+
+    @property
+    def _names(self) -> list[tuple[str, str]]:
+        return [(kind, name) for kind, of_kind in self.start.record["state"].items() for name in of_kind]
+
+    def which_tensors(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        """The same in words."""
+        found = self.different_tensors(one, other)
+        tensors = counted(len(self._names), "tensor")
+        return f"; first {found[0][0]} of {found[0][1]}, {len(found)} of {tensors}" if found else ""
 
     def _other_state(self, line: Line) -> str | None:
         """How the state of a line differs from what an earlier one says of the same step."""
@@ -187,7 +196,7 @@ def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> 
             continue
         if rounding is not None and (name == "state" or _near(here, there, rounding.get(name))):
             continue
-        tensors = history.different_tensors(one, other) if name == "state" else ""
+        tensors = history.which_tensors(one, other) if name == "state" else ""
         return name, f"{name} {_shown(name, here)} and {_shown(name, there)}: {cause}{tensors}"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megacore.audit.check import (
     in_ranges,
     uncovered,
 )
+from megacore.audit.commits import first_change
 from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import replay
 from megacore.checkpoint.directory import MANIFEST_NAME, published
@@ -37,8 +38,10 @@ class _Parser(ToolParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, known.flags = self.parse_known_args(args, namespace)
-        if known.flags and known.replay is None:
+        if known.flags and known.replay is None and known.bisect is None:
             self.error(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
+        if known.against is not None and known.bisect is None:
+            self.error(f"--against {known.against} goes with --bisect, as in --bisect --against {known.against}")
         return known
 
 
@@ -48,13 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="audit.py",
         allow_abbrev=False,
         description="Check the ledger of a run: its chain, its checkpoints, and steps that are computed again.",
-        epilog="Further flags are the layout and other settings of --replay, such as --tp 2 under torchrun.",
+        epilog="Further flags are the layout and other settings of these steps, such as --tp 2 under torchrun.",
     )
     parser.add_argument("run", metavar="RUN", help=f"output directory of a run with --ledger, or its {FILE}")
     parser.add_argument("--checkpoint", metavar="DIR", help="checkpoint, or directory of some. Default: those of RUN")
     help = "compute a step again, or FIRST-LAST up to the first that differs"
     parser.add_argument("--replay", type=_steps, metavar="STEP", help=help)
-    parser.add_argument("--bisect", metavar="RUN", help="find the first step that differs from another ledger's")
+    help = "find the first step of --replay, or of all, that is wrong or not as in another RUN, and what of it is"
+    parser.add_argument("--bisect", nargs="?", const="", metavar="RUN", help=help)
+    help = "with --bisect: find the commit since REV that changed the step, in the repository of megacore"
+    parser.add_argument("--against", metavar="REV", help=help)
     parser.add_argument("--seal", metavar="SHA256", help="seal of an earlier audit, which must still be there")
     wrong: list[str] = []
     status = run_tool(parser, argv, lambda args: wrong.extend(_audit(args)))
@@ -67,18 +73,27 @@ def _audit(args: Namespace) -> Iterator[str]:
     """Do what is asked, and print it; yields what is wrong."""
     try:
         history = History(_ledger_of(args.run))
-        other = None if args.bisect is None else History(_ledger_of(args.bisect))
+        other = History(_ledger_of(args.bisect)) if args.bisect else None
     except BrokenLedger as error:
         yield str(error)
         return
     if args.seal is not None and args.seal not in {line.sha256 for line in history.lines}:
         yield f"{history.path} has no line with the seal {args.seal}: it was written anew, or cut off"
-    if args.replay is not None:
-        yield from _replayed(history, args)
+    steps = args.replay
+    if other is not None:
+        step = yield from _different(history, other)
+        steps = None if step is None else range(step, step + 1)
+    elif args.bisect is not None and steps is None:
+        steps = range(min(history.steps), max(history.steps) + 1)
+    if steps is not None:
+        try:
+            yield from _replayed(history, steps, args)
+        except UserError as error:
+            if other is None or args.against:
+                raise
+            print(f"  not computed again: {error}")
         return
     _print_summary(history)
-    if other is not None:
-        yield from _different(history, other)
     missing = set[str]()
     for directory in _checkpoints(args):
         problems = list(checkpoint_problems(directory, history))
@@ -125,7 +140,8 @@ def _print_summary(history: History) -> None:
     print(f"  seal {history.lines[-1].sha256}")
 
 
-def _different(history: History, other: History) -> Iterator[str]:
+def _different(history: History, other: History) -> Generator[str, None, int | None]:
+    """What differs in the first step that does; returns its number, None where none does."""
     common = sorted(history.steps.keys() & other.steps.keys())
     last = None
     for step in common:
@@ -135,21 +151,29 @@ def _different(history: History, other: History) -> Iterator[str]:
             yield f"step {step} (lines {here.number} and {there.number}){equal}: {found[1]}"
             for fact in different_facts(history.start.record["facts"], other.start.record["facts"]):
                 yield f"  {fact}"
-            return
+            return step
         if "state" in here.record and "state" in there.record:
             last = step
     print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if history.rounding else ''}")
+    return None
 
 
-def _replayed(history: History, args: Namespace) -> Iterator[str]:
+def _replayed(history: History, steps: range, args: Namespace) -> Iterator[str]:
     run = usable(args.checkpoint or str(history.path.parent))
-    status, problems = replay(history, args.replay, run, args.flags)
+    done = replay(history, steps, run, args.flags, narrows=args.bisect is not None)
     is_first = os.environ.get("RANK", "0") == "0"
-    if status:
-        raise UserError(f"the replay ended with status {status}") if status == EXIT_REFUSED else SystemExit(status)
+    if done.status:
+        raise (
+            UserError(f"the replay ended with status {done.status}")
+            if done.status == EXIT_REFUSED
+            else SystemExit(done.status)
+        )
     if not is_first:
         return
-    yield from problems
-    if not problems:
+    yield from done.problems
+    if not done.problems:
         how = "to rounding, because the run is not --reproducible" if history.rounding else "bit for bit"
-        print(f"{history.path}: steps up to {args.replay[-1]}, computed again, agree {how}")
+        print(f"{history.path}: steps up to {steps[-1]}, computed again, agree {how}")
+    if args.against is not None:
+        words = [args.run, "--replay", str(done.step), *(["--checkpoint", args.checkpoint] if args.checkpoint else [])]
+        yield from first_change(args.against, [*words, *args.flags])

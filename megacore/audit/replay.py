@@ -8,12 +8,15 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tomli_w
 
 from megacore.audit.check import History, different_facts, first_difference, in_ranges
 from megacore.audit.ledger import Line
+from megacore.audit.narrow import Narrowing
 from megacore.audit.recorder import StepRecords
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.manifest import Manifest, read_manifest
@@ -36,11 +39,21 @@ _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 _OF_PATHS = ("given", "not given", "")  # what facts say of paths, and of settings that they lack
 
 
-def replay(history: History, steps: range, run: Location, flags: Sequence[str]) -> tuple[int, list[str]]:
+@dataclass
+class Replayed:
+    """Steps that were taken again."""
+
+    problems: list[str]  # what differs, on the first rank; none where all agrees
+    step: int  # the last one that was taken
+    status: int = 0  # exit status of the computation
+
+
+def replay(history: History, steps: range, run: Location, flags: Sequence[str], *, narrows: bool = False) -> Replayed:
     """Take steps again, and compare each up to the first that differs. They begin after the nearest checkpoint before
     `steps`, or with the initial weights. `run`: the checkpoint to begin with, or the directory of a run that has it.
-    `flags`: of the layout, and others that differ from those of the run. Returns the exit status of the computation,
-    and what differs; on the first rank. Raises UserError where the ledger lacks a step, or there is no checkpoint."""
+    `flags`: of the layout, and others that differ from those of the run. `narrows`: whether to compare the layout with
+    one process, and to look for what of a step is wrong. Raises UserError where the ledger lacks a step, or there is no
+    checkpoint."""
     step = steps[-1]
     for number in (steps[0], step):
         if number not in history.steps:
@@ -51,19 +64,31 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str]) 
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
     local_rank = os.environ.get("LOCAL_RANK", "0")
     work = job_directory("replay", os.environ, os.getcwd())
-    problems: list[str] = []
+    done = Replayed([], save.step)
+
+    def masks(line: Line, config: ResolvedConfig) -> AbstractContextManager[None]:
+        return _masks(history.start_of(line).record["facts"], config)
 
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
-        trainer = trainer_of(config, mesh)
+        trainer, problems = trainer_of(config, mesh), done.problems
         records = StepRecords(trainer)
         problems.extend(_wrongly_loaded(save, records))
+        narrowing = Narrowing(trainer, records, history) if narrows else None
         while trainer.step < step and not problems:
-            line = history.steps[trainer.step + 1]
-            with _masks(history.start_of(line).record["facts"], config):
-                result = trainer.train_step(next(trainer.batches))
+            done.step = trainer.step + 1
+            line = history.steps[done.step]
+            if narrowing is None:
+                with masks(line, config):
+                    result = trainer.train_step(next(trainer.batches))
+            else:
+                result = narrowing.train_step(done.step, partial(masks, line))
             record = records.completed(*records.of(result, with_state="state" in line.record))
-            if different := first_difference(history, line, record):
-                problems.append(f"step {result.step} (line {line.number}): {different[1]}")
+            different = first_difference(history, line, record)
+            causes = [] if narrowing is None else narrowing.causes(line, record, different is not None)
+            if different or causes:
+                what = different[1] if different else "agrees with the layout, which does not agree with one process"
+                problems.append(f"step {done.step} (line {line.number}): {what}")
+                problems.extend(f"  {cause}" for cause in causes)
         trainer.model.data_parallel.ready()
         if problems and mesh.world.is_first:
             problems.extend(f"  {each}" for each in _changes(history, facts(config)))
@@ -77,12 +102,12 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str]) 
             words += ["--load", str(directory)]
         config = read_config([*words, *flags], prog="audit.py")
         for number in range(save.step + 1, step + 1):
-            _masks(history.start_of(history.steps[number]).record["facts"], config)
-        status = launch(config, body)
+            masks(history.steps[number], config)
+        done.status = launch(config, body)
     finally:
         if local_rank == "0":
             shutil.rmtree(work, ignore_errors=True)
-    return status, problems
+    return done
 
 
 def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextManager[None]:

@@ -82,6 +82,42 @@ def part_hash(part: Part) -> Tensor:
     return total
 
 
+class Element(NamedTuple):
+    """One that explains by itself why a tensor has another hash."""
+
+    index: tuple[int, ...]  # in the global tensor
+    here: float
+    there: float
+
+
+@torch.no_grad()
+def elements_that_explain(part: Part, difference: int) -> list[Element]:
+    """Elements of a part of which one alone, with another value, changes the hash of its tensor by `difference`. Of a
+    difference in several elements there is none, but for one chance in 2^31 an element."""
+    if not part.values.numel():
+        return []
+    bits = _integers(part.values.detach()).reshape(-1).cpu()
+    shape, slices = (tuple(part.shape), part.slices) if part.shape else ((1,), ((0, 1),))
+    of_rows, columns = _factors(shape, slices, bits.device)
+    places = torch.arange(part.start, part.start + len(bits))
+    factors = of_rows[places // shape[-1]] * columns[places % shape[-1]]  # 0 where it is padding
+    inverse = factors.clone()
+    for _ in range(5):  # Newton's iteration modulo 2^64: an odd number is its own inverse modulo 8
+        inverse *= 2 - factors * inverse
+    changes = inverse * (difference - (1 << 64) if difference >> 63 else difference)
+    others = bits.long() + changes
+    range_ = torch.iinfo(bits.dtype)
+    found = (factors != 0) & (changes != 0) & (others >= range_.min) & (others <= range_.max)
+    found &= changes.abs() < 1 << 8 * bits.element_size()  # no overflow
+    elements = []
+    for place in found.nonzero().flatten().tolist():
+        local = torch.unravel_index(torch.tensor(places[place]), shape)
+        index = tuple(int(i) + first for i, (first, _) in zip(local, slices, strict=True))
+        there = others[place].to(bits.dtype).view(part.values.dtype)
+        elements.append(Element(index[: len(part.shape)], float(part.values.reshape(-1)[place]), float(there)))
+    return elements
+
+
 def _integers(tensor: Tensor) -> Tensor:
     """The bits of each element."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
@@ -158,6 +194,11 @@ class StateHash:
             found.setdefault(kind, {})[name] = in_hex(value)
         return found
 
+    def elements_that_explain(self, name: TensorName, difference: int) -> list[Element]:
+        """Elements that this rank counts, as the function of this name."""
+        parts = [part for of, part in self._parts() if of == name and part is not None]
+        return [element for part in parts for element in elements_that_explain(part, difference)]
+
     def _parts(self) -> Iterator[tuple[TensorName, Part | None]]:
         """What this rank counts; None of state before its first update, whose values are zero."""
         steps, mesh = self._steps, self._mesh
@@ -211,8 +252,9 @@ def totals(hashes: Hashes) -> dict[str, str]:
 
 
 def shortened(hashes: Hashes) -> str:
-    """The last digits of the hash of each tensor, which tell which ones differ where a total does."""
-    return "".join(text[-SHORT:] for of_kind in hashes.values() for text in of_kind.values())
+    """The first digits of the hash of each tensor, which tell which ones differ where a total does: a changed bit of an
+    element changes no lower bits."""
+    return "".join(text[:SHORT] for of_kind in hashes.values() for text in of_kind.values())
 
 
 def in_hex(value: int) -> str:

@@ -5,8 +5,8 @@ the same elements disagree. The model starts from a real checkpoint, so that loa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from megacore.pipeline.stage import tensors_of
 from megacore.train.bert_task import BertTask
 from megacore.train.expert_balance import ExpertBalance
 from megacore.train.gpt_task import GPTTask
-from megacore.train.step import TrainStep
+from megacore.train.step import StepResult, TrainStep
 from megacore.train.task import Task
 from megacore.verify.masks import masks_recorded
 from megacore.verify.narrow import STEPS, WARMUP_STEPS
@@ -161,15 +161,11 @@ class Recorder:
         """Train `STEPS` steps. `masks`: open while the steps run, and decides how masks are drawn; None: as the layout
         draws them."""
         self.note_state()
-        with ExitStack() as stack:
-            if not self.steps.config.training.compile:
-                stack.enter_context(masks_recorded(self._note_mask))
-            stack.enter_context(masks or nullcontext())
-            self._watch(stack)
+        with self.watching(), masks or nullcontext():
             source = iter(microbatches)
-            for self._step in range(1, STEPS + 1):
+            for step in range(1, STEPS + 1):
                 batch = next(source)
-                self._train_step(batch)
+                self.keep_step(step, partial(self._train_step, batch))
         # The weights that the next forward would use, of every rank.
         for bucket in self.steps.model.data_parallel.buckets:
             bucket.wait()
@@ -185,10 +181,23 @@ class Recorder:
             self._keep_segment("loaded weight", local, local.master)
         self._keep_moments("loaded moment")
 
-    def _train_step(self, microbatches: Sequence[Any]) -> None:
-        before = [local.master.detach().double().clone() for local in self._segments]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside what steps make on the way."""
+        with ExitStack() as stack:
+            if not self.steps.config.training.compile:
+                stack.enter_context(masks_recorded(self._note_mask))
+            self._watch(stack)
+            yield
+
+    def _train_step(self, microbatches: Sequence[Any]) -> StepResult:
         self.steps.compute_gradients(microbatches)
-        result = self.steps.update_weights()
+        return self.steps.update_weights()
+
+    def keep_step(self, step: int, take: Callable[[], StepResult]) -> StepResult:
+        """Record a step. `take`: computes it, and updates the weights."""
+        self._step, before = step, [local.master.detach().double().clone() for local in self._segments]
+        result = take()
         self._keep("token count", "", result.counts.reshape(-1))
         self._keep("loss", "", result.means.reshape(-1))
         self._keep("gradient norm", "", result.grad_norm.reshape(-1))
@@ -201,6 +210,7 @@ class Recorder:
         self._keep_moments("moment")
         for local, weights in zip(self._segments, before, strict=True):
             self._keep_segment("weight change", local, local.master.double() - weights)
+        return result
 
     # ---- what a step makes on the way
 

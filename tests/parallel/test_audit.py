@@ -8,6 +8,7 @@ import dataclasses
 import io
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ import pytest
 import torch
 
 from megacore.audit.command import main
+from megacore.audit.commits import first_change
 from megacore.audit.ledger import FILE, lines_of, sealed
 from megacore.audit.state_hash import Part, part_hash
 from megacore.checkpoint.files import describe
 from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
 from megacore.commands.pretrain_gpt import trainer_of
+from megacore.errors import UserError
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
+from megacore.train.callbacks import Callback, Run
+from megacore.train.step import StepResult
+from megacore.train.trainer import Trainer
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config
@@ -192,6 +198,7 @@ BROKEN: dict[str, Any] = {
     "megacore.optim.update.clip_factor": lambda norm, limit: torch.ones_like(norm),
     "megacore.optim.update.all_reduce_tied_": lambda gradient, holders: gradient,
 }
+ALONE = r"^wrong:   on this layout gradient embedding.tokens.weight of step 5 is the first .* on ranks 0, 1$"
 AGREES = r"ledger.jsonl: steps up to 6, computed again, agree bit for bit"
 AGAIN: dict[str, tuple[int, str, str | None, str]] = {
     "one process": (1, "", None, AGREES),
@@ -213,6 +220,7 @@ AGAIN: dict[str, tuple[int, str, str | None, str]] = {
         "megacore.optim.update.all_reduce_tied_",
         r"^wrong: step 5 .*: norm .*: the backward",
     ),
+    "a lost all-reduce, and where": (2, "--pp 2 --bisect", "megacore.optim.update.all_reduce_tied_", ALONE),
 }
 
 
@@ -252,6 +260,53 @@ def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_pa
     status, said = audited(0, 1, [str(run), "--bisect", str(tmp_path)])
     assert status == 1 and re.search(r"^wrong: step 1 \(lines 2 and 2\)\S*: state ", said, re.MULTILINE), said
     assert "\nwrong:   --weight-decay: 0.1 and 0.2\n" in said
+
+
+class FlippedBit(Callback):
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if result.step == 3 and run.mesh.world.rank == 1:
+            local = self._trainer.model.data_parallel.segments[-1]
+            self._trainer.update.optimizer.values(local, "exp_avg").view(torch.int32)[2] ^= 1 << 29
+
+
+def train_flipped(rank: int, ranks: int, directory: str) -> None:
+    config = make_config((1, 1, 2), directory, **RUN | {"zero_stage": 1})
+    compute_reproducibly()
+    trainer = trainer_of(config, build_mesh(config.parallel))
+    trainer.callbacks.members.insert(0, FlippedBit(trainer))
+    trainer.run()
+
+
+def test_the_element_that_a_computer_changed_is_found(tmp_path: Path) -> None:
+    run_distributed(train_flipped, 2, str(tmp_path))
+    words = [str(tmp_path), "--bisect", "--device", "cpu", "--zero-stage", "1"]
+    (status, said), *_ = run_distributed(audited, 2, words, init=False)
+    element = r"^wrong:   exp_avg of \S+\[\d+(, \d+)?\] was \S+ and is \S+, on rank 1; nothing else differs$"
+    assert status == 1 and re.search(r"^wrong: step 3 ", said, re.MULTILINE), said
+    assert re.search(element, said, re.MULTILINE) and "this layout and one process agree now" in said, said
+
+
+def git(tree: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tree, check=True)
+
+
+def test_the_commit_that_changed_a_step_is_found(tmp_path: Path) -> None:
+    program = tmp_path / "tools" / "audit.py"
+    program.parent.mkdir()
+    git(tmp_path, "init", "-q")
+    for number, status in enumerate([0, 0, 2, 0, 1, 1, 1]):
+        program.write_text(f"import sys\nprint('wrong: {number}')\nsys.exit({status})\n")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "-qm", f"Change {number}")
+    for end in ("HEAD~6", "HEAD~5"):
+        _, *commits = first_change(end, [], tmp_path)
+        assert [commit.split(": ")[1] for commit in commits] == ["Change 4"]
+    for end, why in (("HEAD~1", "of HEAD~1 and of HEAD"), ("x", "--against x is no commit"), ("HEAD~4", "not compute")):
+        with pytest.raises(UserError, match=why):
+            list(first_change(end, [], tmp_path))
 
 
 # ---- the hash

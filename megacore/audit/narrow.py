@@ -1,0 +1,122 @@
+"""Narrows a wrong step down: which tensor is the first to differ from what one process computes, in the order of the
+computation, on which ranks and for which samples; and, where a single element of the state is not what the ledger says,
+which one, what it was, and on which rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megacore.audit.check import History, in_ranges
+from megacore.audit.ledger import Line
+from megacore.audit.recorder import StepRecords
+from megacore.audit.state_hash import name_factor
+from megacore.commands.pretrain_gpt import trainer_of
+from megacore.config import ResolvedConfig
+from megacore.config.messages import ranks_in_words
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+from megacore.train.step import StepResult
+from megacore.train.trainer import Trainer
+from megacore.verify.narrow import one_process
+from megacore.verify.run import EXACT_KINDS, KINDS, Array, Key, Piece, Record, Recorder, assemble
+
+Masks = Callable[[ResolvedConfig], AbstractContextManager[None]]
+"""Draws the dropout masks of a run in a layout."""
+_SMALL = 0.01  # without --reproducible, what is smaller than the largest tensor of its kind by this counts as large
+
+
+class Narrowing:
+    """Observes the steps that a replay takes; all ranks call each method together. Of several ranks the first one takes
+    each step alone too."""
+
+    def __init__(self, trainer: Trainer, records: StepRecords, history: History) -> None:
+        self._trainer, self._records, self._history = trainer, records, history
+        mesh = trainer.mesh
+        is_alone = mesh.world.size > 1 and mesh.world.is_first
+        self._alone = trainer_of(one_process(trainer.config), Mesh(device=mesh.device)) if is_alone else None
+        self._pieces: Sequence[Piece] = ()
+        self._expected = Record()  # of one process
+
+    def train_step(self, number: int, masks: Masks) -> StepResult:
+        """Take the next step, and keep what it computes."""
+        if (alone := self._alone) is not None:
+            recorder = Recorder(alone.train_steps)
+            with masks(alone.config), recorder.watching():
+                alone.train_steps.compute_gradients(next(alone.batches))
+                recorder.keep_step(number, alone.train_steps.update_weights)
+            self._expected = assemble({0: recorder.pieces})
+        recorder = Recorder(self._trainer.train_steps)
+        with masks(self._trainer.config), recorder.watching():
+            result = recorder.keep_step(number, partial(self._trainer.train_step, next(self._trainer.batches)))
+        self._pieces = recorder.pieces
+        return result
+
+    def causes(self, line: Line, record: Mapping[str, Any], different: bool) -> list[str]:
+        """What of the last step is wrong, in lines; none where all agrees. `line`: the ledger's. `record`: of the step
+        as it was taken now. `different`: whether they differ."""
+        world = self._trainer.mesh.world
+        found = list(self._elements(line, record)) if different else []
+        pieces = all_gather_objects(self._pieces if world.size > 1 else (), world)
+        if self._alone is not None:
+            first = self._first_that_differs(pieces)
+            if first is not None:
+                found.append(f"on this layout {first}")
+            elif different:
+                found.append("this layout and one process agree now: code, data or a computer was another then")
+        return all_gather_objects(found, world)[0]
+
+    def _elements(self, line: Line, record: Mapping[str, Any]) -> Iterator[str]:
+        """The elements that differ from the run's state, if one tensor of a kind does, and in one element."""
+        names = self._history.different_tensors(line.record, record)
+        for kind in record.get("state", ()):
+            of_kind = [name for name in names if name[0] == kind]
+            if len(of_kind) != 1:
+                continue
+            there, here = (int(each["state"][kind], 16) for each in (line.record, record))
+            difference = (there - here) * pow(name_factor(*of_kind[0]), -1, 1 << 64) % (1 << 64)
+            own = self._records.state.elements_that_explain(of_kind[0], difference)
+            everyone = all_gather_objects(own, self._trainer.mesh.world)
+            if sum(map(len, everyone)) == 1:
+                rank = next(rank for rank, elements in enumerate(everyone) if elements)
+                element = everyone[rank][0]
+                where = f"{kind} of {of_kind[0][1]}{[*element.index] if element.index else ''}"
+                yield f"{where} was {element.there:.9g} and is {element.here:.9g}, on rank {rank}; nothing else differs"
+
+    def _first_that_differs(self, pieces: Sequence[Sequence[Piece]]) -> str | None:
+        """What the layout computes otherwise than one process first, in words."""
+        expected, whole = self._expected.tensors, assemble(dict(enumerate(pieces)))
+        keys = [key for key in expected if key in whole.tensors]
+        wrong = [key for key in keys if self._differ(key, whole.tensors[key]).any() or key in whole.disagreements]
+        if not wrong:
+            return None
+        kind = min((key.kind for key in wrong), key=KINDS.index)
+        of_kind = [key for key in wrong if key.kind == kind]
+        first = of_kind[-1 if kind == "gradient" else 0]  # backward meets the last layers first
+        holders = []
+        for rank, own in enumerate(pieces):
+            part = assemble({0: [piece for piece in own if piece.key == first]}).tensors.get(first)
+            if part is not None and (self._differ(first, part) & ~np.isnan(part)).any():  # NaN: another rank's
+                holders.append(rank)
+        said = f"{first} is the first that one process computes otherwise, on {ranks_in_words(holders or [0])}"
+        if kind == "output":
+            microbatch = int(re.findall(r"microbatch (\d+)", first.name)[0])
+            rows = self._differ(first, whole.tensors[first]).any(axis=(1, 2))
+            said += f", of samples {in_ranges(microbatch * len(rows) + row for row in rows.nonzero()[0].tolist())}"
+        return said
+
+    def _differ(self, key: Key, values: Array) -> Array:
+        """Which elements differ from those of one process; also those that are NaN."""
+        expected, rounding = self._expected.tensors[key], self._history.rounding
+        if values.shape != expected.shape:
+            return np.ones(expected.shape, dtype=bool)
+        if rounding is None or key.kind in EXACT_KINDS:
+            return np.asarray(values != expected)
+        alike = (np.abs(other).max(initial=0.0) for k, other in self._expected.tensors.items() if k.kind == key.kind)
+        size = max(float(np.abs(expected).max(initial=0.0)), _SMALL * max(alike))
+        return ~np.asarray(np.abs(values - expected) <= rounding["norm"] * size)
