@@ -3,6 +3,7 @@
     python tools/audit.py output                             # the ledger, and every checkpoint against it
     python tools/audit.py output --replay 120                # compute up to step 120 again, on one process
     torchrun --nproc-per-node 2 tools/audit.py output --replay 120 --tp 2
+    python tools/audit.py output --bisect                    # the first wrong step, and what of it is
     python tools/audit.py output --bisect other              # the first step in which two runs differ
 
 The exit status is 0 where all agrees, 1 where something does not, 2 for what is refused. See docs/guides/audit.md.
