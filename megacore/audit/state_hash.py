@@ -85,7 +85,7 @@ def part_hash(part: Part) -> Tensor:
 class Element(NamedTuple):
     """One that explains by itself why a tensor has another hash."""
 
-    index: tuple[int, ...]  # in the global tensor
+    place: tuple[int, ...]  # its indices in the global tensor
     here: float
     there: float
 

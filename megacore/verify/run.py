@@ -165,7 +165,7 @@ class Recorder:
             source = iter(microbatches)
             for step in range(1, STEPS + 1):
                 batch = next(source)
-                self.keep_step(step, partial(self._train_step, batch))
+                self.keep_step(step, partial(self.train_step, batch))
         # The weights that the next forward would use, of every rank.
         for bucket in self.steps.model.data_parallel.buckets:
             bucket.wait()
@@ -190,7 +190,7 @@ class Recorder:
             self._watch(stack)
             yield
 
-    def _train_step(self, microbatches: Sequence[Any]) -> StepResult:
+    def train_step(self, microbatches: Sequence[Any]) -> StepResult:
         self.steps.compute_gradients(microbatches)
         return self.steps.update_weights()
 
