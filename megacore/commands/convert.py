@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -133,28 +133,9 @@ def convert(args: Namespace) -> None:
             f"--from {args.source} --to {args.target} {what}: "
             f"use {one_of([f'--from {source} --to {target}' for source, target in ways])}{more}"
         )
-    for flag, given, used in (
-        ("--dtype", args.dtype != "keep", args.target not in ("megacore", "peft")),
-        (
-            "--like",
-            args.like is not None,
-            args.target in ("hf", "dcp", "peft") or args.source in ("deepspeed", "dcp", "peft"),
-        ),
-        ("--base", args.base is not None, args.merge or args.source == "peft"),
-        ("--upcycle", args.upcycle is not None, not args.merge),
-        ("--ema", args.ema, args.target not in ("megacore", "peft")),
-        ("--program", args.program is not None, args.source == "megacore" and args.target in _WITH_PROGRAM),
-        ("--dcp-names", args.dcp_names is not None, args.target == "dcp"),
-        ("--vocab-size", args.vocab_size is not None, args.source in (*_OF_MEGATRON, "deepspeed")),
-        ("--ignore-config-field", args.ignore_config_field is not None, args.source in ("hf", "deepspeed", "dcp")),
-        ("--moe-router-topk", args.moe_router_topk is not None, args.upcycle is not None),
-        ("--check-tokens", args.check_tokens is not None, not {args.source, args.target} & {*_OF_MEGATRON}),
-        ("--tp", args.tp is not None, args.target == "megatron"),
-        ("--pp", args.pp is not None, args.target == "megatron"),
-        ("--megatron-norms", args.megatron_norms is not None, args.target == "megatron"),
-    ):
-        if given and not used:
-            needs = ", or add --upcycle" if flag == "--moe-router-topk" else ""
+    for name, is_used in _uses(args).items():
+        if getattr(args, name) != parser().get_default(name) and not is_used:
+            flag, needs = f"--{name.replace('_', '-')}", ", or add --upcycle" if name == "moe_router_topk" else ""
             raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out{needs}")
     # Tensors are read and freed one by one: without it the process keeps the memory of all of them.
     give_back_what_is_freed()
@@ -170,6 +151,28 @@ def convert(args: Namespace) -> None:
             _refuse_adapters(args)
         way(args, temporary)
     print(f"published {args.output}")
+
+
+def _uses(args: Namespace) -> dict[str, bool]:
+    """Whether the conversion uses each flag that is not for all of them."""
+    source, target = args.source, args.target
+    exports, of_megatron = target not in ("megacore", "peft"), target == "megatron"
+    return {
+        "dtype": exports,
+        "like": target in ("hf", "dcp", "peft") or source in ("deepspeed", "dcp", "peft"),
+        "base": args.merge or source == "peft",
+        "upcycle": not args.merge,
+        "ema": exports,
+        "program": source == "megacore" and target in _WITH_PROGRAM,
+        "dcp_names": target == "dcp",
+        "vocab_size": source in (*_OF_MEGATRON, "deepspeed"),
+        "ignore_config_field": source in ("hf", "deepspeed", "dcp"),
+        "moe_router_topk": args.upcycle is not None,
+        "check_tokens": not {source, target} & {*_OF_MEGATRON},
+        "tp": of_megatron,
+        "pp": of_megatron,
+        "megatron_norms": of_megatron,
+    }
 
 
 def _refuse_layers_of_a_program(args: Namespace) -> None:
@@ -211,12 +214,19 @@ def _base(args: Namespace, adapters: CheckpointTensors, temporary: Path) -> Iter
         base = CheckpointTensors(Path(str(base_of(adapters.manifest, adapters.directory, args.base))))
         yield str(base.directory), base
         return
-    between = temporary.with_name(f"{temporary.name}-base")
-    try:
-        between.mkdir()
+    with _between(temporary) as between:
         ignored = settings.get("ignore_config_field")
         _from_hf(Namespace(**{**vars(args), "run": Path(str(given)), "ignore_config_field": ignored}), between)
         yield str(given), CheckpointTensors(between)
+
+
+@contextmanager
+def _between(temporary: Path) -> Iterator[Path]:
+    """A directory for what lies between two conversions."""
+    between = temporary.with_name(f"{temporary.name}-between")
+    try:
+        between.mkdir()
+        yield between
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -309,7 +319,8 @@ def _from_deepspeed(args: Namespace, temporary: Path) -> None:
         _write_megatron(merge(checkpoint.megatron_ranks(), args.run, args.vocab_size), args, temporary)
         return
     weights = checkpoint.weights()
-    print(f"{checkpoint.path}: DeepSpeed, {len(weights)} tensors in {one_of(sorted(_dtypes(weights)))}")
+    formats = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()})
+    print(f"{checkpoint.path}: DeepSpeed, {len(weights)} tensors in {one_of(formats)}")
     source = {
         name: (value.dtype, tuple(value.shape), partial(Tensor.contiguous, value)) for name, value in weights.items()
     }
@@ -322,10 +333,6 @@ def _from_dcp(args: Namespace, temporary: Path) -> None:
     _from_source(args, source, temporary)
 
 
-def _dtypes(weights: Mapping[str, Tensor]) -> set[str]:
-    return {str(value.dtype).removeprefix("torch.") for value in weights.values()}
-
-
 def _from_source(args: Namespace, source: Source, temporary: Path) -> None:
     """Through a directory of transformers, as `--like` describes the model, whose logits prove the conversion."""
     if args.like is None:
@@ -333,23 +340,16 @@ def _from_source(args: Namespace, source: Source, temporary: Path) -> None:
             f"--from {args.source} needs --like DIR, a directory of transformers with the config.json of the model: "
             f"{args.run} does not describe it"
         )
-    between = temporary.with_name(f"{temporary.name}-hf")
-    try:
-        write_hf(between, source, args.like, str(args.run))
-        _from_hf(Namespace(**{**vars(args), "run": between}), temporary)
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
+    with _between(temporary) as between:
+        write_hf(between / "hf", source, args.like, str(args.run))
+        _from_hf(Namespace(**{**vars(args), "run": between / "hf"}), temporary)
 
 
 def _to_dcp(args: Namespace, temporary: Path) -> None:
-    between = temporary.with_name(f"{temporary.name}-hf")
-    try:
-        between.mkdir()
+    with _between(temporary) as between:
         # `export_dcp` reads one file.
         _to_hf(Namespace(**{**vars(args), "max_shard_size": size("1024GB")}), between)
         export_dcp(between, temporary, args.dcp_names or "torchtitan")
-    finally:
-        shutil.rmtree(between, ignore_errors=True)
 
 
 def _to_megatron(args: Namespace, temporary: Path) -> None:
