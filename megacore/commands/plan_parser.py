@@ -13,9 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from megacore.commands.tool import ToolParser, float_or_nan
+from megacore.commands.tool import Refused, ToolParser, float_or_nan
 from megacore.config import Config
 from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.messages import did_you_mean, nearest_name, one_of
@@ -26,16 +26,6 @@ ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 
 class _Complaint(Exception):
     """The first thing that argparse finds wrong."""
-
-
-class _Refused(NamedTuple):
-    """Words of a command line that argparse refuses."""
-
-    flag: str  # that they begin with
-    said: str
-    place: int  # of the first of them
-    length: int
-    instead: tuple[str, ...] = ()  # words that are read in their place
 
 
 class PlanParser(ToolParser):
@@ -67,7 +57,7 @@ class PlanParser(ToolParser):
         """Refuse the command line; `parse_args` goes on without the words that are wrong."""
         raise _Complaint(message)
 
-    def _refused(self, message: str, words: Sequence[str]) -> _Refused:
+    def _refused(self, message: str, words: Sequence[str]) -> Refused:
         """What argparse complains of, as the trainer says it, and the words that it is about. Raises ConfigError where
         it is about no flag."""
         found = re.fullmatch(r"argument (--[\w-]+): (.*)", message, re.DOTALL)
@@ -79,17 +69,17 @@ class PlanParser(ToolParser):
             said = f"{flag} needs a value: {flag} {action.metavar or ''}".rstrip()
             if action.nargs == "+":
                 said += f', in quotes; flags of one word after a space, as in {flag} " --compile"'
-            return _Refused(flag, said, _place_without_value(words, flag), 1)
+            return Refused(flag, said, _place_without_value(words, flag), 1)
         joined = {place: word.partition("=")[2] for place, word in enumerate(words) if word.startswith(f"{flag}=")}
         if why.startswith("ignored explicit argument"):
             place, value = next(iter(joined.items()))
-            return _Refused(flag, f"{flag} {value}: a switch takes no value: use {flag}", place, 1, (flag,))
+            return Refused(flag, f"{flag} {value}: a switch takes no value: use {flag}", place, 1, (flag,))
         if why.startswith("invalid choice") and action.choices is not None:
             choices = list(action.choices)
             apart = {place: value for place, (word, value) in enumerate(itertools.pairwise(words)) if word == flag}
             place, value = next(one for one in [*joined.items(), *apart.items()] if one[1] not in choices)
             said = f"{flag} {value} is not known: use {one_of(choices)}{did_you_mean(value, choices)}"
-            return _Refused(flag, said, place, 1 if place in joined else 2)
+            return Refused(flag, said, place, 1 if place in joined else 2)
         raise ConfigError([f"{flag}: {why}"])
 
     def names(self) -> frozenset[str]:
@@ -98,9 +88,8 @@ class PlanParser(ToolParser):
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         """As argparse has it; what belongs to the trainer is in `flags`."""
         words = [self._with_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
-        refused: list[_Refused] = []
-        for empty in [*self.empty_flags(words)][::-1]:
-            refused.insert(0, _Refused(*empty))
+        refused = [*self.empty_flags(words)]
+        for empty in refused[::-1]:
             del words[empty.place : empty.place + empty.length]
         while True:
             self._problems = [one.said for one in refused]
@@ -232,13 +221,6 @@ def gigabytes(text: str) -> float:
 def share(text: str) -> float:
     """Of argparse: a part of 1."""
     return _number(text, low=0.01, high=1.0, example="0.9")
-
-
-def zero_stage(text: str) -> int:
-    """Of argparse: a stage of ZeRO."""
-    if text not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"{text} must be 0, 1, 2 or 3")
-    return int(text)
 
 
 def _number(text: str, *, low: float, high: float, example: str) -> float:

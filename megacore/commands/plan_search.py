@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.commands.pictures import report_with_pictures
-from megacore.commands.plan_parser import PlanParser, gigabytes, print_json, zero_stage
-from megacore.commands.tool import positive
+from megacore.commands.plan_parser import PlanParser, gigabytes, print_json
+from megacore.commands.tool import positive, whole
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors
@@ -45,6 +47,7 @@ MOST_RANKS = 1 << 20
 # Limits: flags without their dashes and "max" or "min".
 _LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
+_LIMITS = (("max", "at most", operator.le), ("min", "at least", operator.ge))
 
 
 def add_search_flags(parser: PlanParser) -> None:
@@ -54,7 +57,7 @@ def add_search_flags(parser: PlanParser) -> None:
     flag("--top N", "layouts that --search prints. Default: 10", positive, 10)
     flag("--picture FILE", "draw time and memory of these layouts (.svg or .png)", Path)
     for name in _MOST:
-        flag(f"--max-{name} N", f"--search: largest --{name}", positive if name != "zero-stage" else zero_stage)
+        flag(f"--max-{name} N", f"--search: largest --{name}", whole(0, 3) if name == "zero-stage" else positive)
         if name in _LEAST:
             flag(f"--min-{name} N", f"--search: smallest --{name}", positive)
     memory = "--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's"
@@ -83,25 +86,18 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
             "--max-virtual-stages 1 leaves no --virtual-stages for --schedule interleaved, which has 2 or more: leave "
             "it out, use --max-virtual-stages 2 or more, or another --schedule"
         )
-    for name in _MOST:
-        field = name.replace("-", "_")
-        value, most, least = given.get(field), getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
-        for limit, flag, is_kept in ((most, "max", "at most"), (least, "min", "at least")):
-            if value is not None and limit is not None and (value > limit if flag == "max" else value < limit):
-                yield f"--{name} {value} must be {is_kept} --{flag}-{name} {limit}: leave one of them out"
 
 
 def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
-    """Flags of a search that change nothing beside others."""
-    for name in _MOST:
-        field = name.replace("-", "_")
-        if (value := given.get(field)) is None:
+    """Flags of a search that change nothing beside others, or contradict them."""
+    for name, (kind, is_kept, keeps) in itertools.product(_MOST, _LIMITS):
+        value, limit = given.get(name.replace("-", "_")), getattr(args, f"{kind}_{name.replace('-', '_')}", None)
+        if value is None or limit is None:
             continue
-        most, least = getattr(args, f"max_{field}"), getattr(args, f"min_{field}", None)
-        if most is not None and value <= most:
-            yield f"--max-{name} {most} has no effect with --{name} {value}: leave one of them out"
-        if least is not None and value >= least:
-            yield f"--min-{name} {least} has no effect with --{name} {value}: leave one of them out"
+        if keeps(value, limit):
+            yield f"--{kind}-{name} {limit} has no effect with --{name} {value}: leave one of them out"
+        else:
+            yield f"--{name} {value} must be {is_kept} --{kind}-{name} {limit}: leave one of them out"
     if (only := _only_one("pp", args, given)) is not None:
         for name in ("schedule", "pipeline_balance"):
             if name in args.fixed:

@@ -46,13 +46,14 @@ class _Refusal(Exception):
     """A command line that cannot be understood."""
 
 
-class EmptyFlag(NamedTuple):
-    """A flag whose value is empty."""
+class Refused(NamedTuple):
+    """Words of a command line that are refused."""
 
-    flag: str
+    flag: str  # that they begin with
     said: str
-    place: int  # of the flag among the words of the command line
-    length: int  # the number of words with its value
+    place: int  # of the first of them
+    length: int
+    instead: tuple[str, ...] = ()  # words that are read in their place
 
 
 def with_config(words: Sequence[str]) -> list[str]:
@@ -125,7 +126,7 @@ class ToolParser(argparse.ArgumentParser):
             self.error(contradiction)
         return super().parse_args(args, namespace)
 
-    def empty_flags(self, words: Sequence[str]) -> Iterator[EmptyFlag]:
+    def empty_flags(self, words: Sequence[str]) -> Iterator[Refused]:
         for place, word in enumerate(words):
             flag, equals, value = word.partition("=")
             action = self._option_string_actions.get(flag)
@@ -134,7 +135,7 @@ class ToolParser(argparse.ArgumentParser):
             if (equals and not value) or (not equals and list(words[place + 1 : place + 2]) == [""]):
                 way = f"use {one_of(list(action.choices))}" if action.choices is not None else "give it a value"
                 also = "" if action.required else ", or leave the flag out"
-                yield EmptyFlag(flag, f"{flag} is empty: {way}{also}", place, 1 if equals else 2)
+                yield Refused(flag, f"{flag} is empty: {way}{also}", place, 1 if equals else 2)
 
     def contradictions(self, words: Sequence[str]) -> Iterator[str]:
         """Flags that are given twice with different values, of which argparse takes the last."""
