@@ -18,13 +18,32 @@ EXIT_HUNG = 124  # as of timeout(1)
 class UserError(ValueError):
     """Something the user gave cannot be used; the message says what, why and the way out."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.problems: tuple[str, ...] = (message,)
+
 
 class ConfigError(UserError):
     """One or more violated configuration constraints, reported together."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
         super().__init__("\n".join(f"  - {problem}" for problem in problems))
+        self.problems = tuple(problems)
+
+
+class Collected:
+    """Adds what the code in it refuses to the problems, each once, and goes on: `with Collected(problems): ...`"""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
+        if isinstance(error, UserError):
+            self.problems += [problem for problem in error.problems if problem not in self.problems]
+        return isinstance(error, UserError)
 
 
 class DataError(UserError):

@@ -34,8 +34,9 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
-from megacore.config.cli import parse_config, save_toml
+from megacore.config.cli import parse_config
 from megacore.config.spelling import OWNERS, PARAMETERS, negative, own_flag
+from megacore.config.toml import save_toml
 from tests.unit.refusals import proposals
 
 Row = dict[str, Any]

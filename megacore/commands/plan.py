@@ -59,14 +59,14 @@ from megacore.config.other_trainers import other_trainers
 from megacore.config.parallel import AUTO_SCHEDULE, DEVICES
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable
-from megacore.errors import ConfigError, UserError
+from megacore.errors import Collected, ConfigError
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named
 from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
-from megacore.plan.software import MEGACORE, SOFTWARE, Software, software_named
+from megacore.plan.software import MEGACORE, SOFTWARE, software_named
 from megacore.tracer.fake_settings import unfit_settings, unfit_values
 from megacore.tracer.memory import traced_memory
 
@@ -296,10 +296,8 @@ def _read(args: argparse.Namespace, *, exits: bool = True) -> tuple[ResolvedConf
     for flag in ("--timeline", "--memory-timeline", "--picture"):
         path = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None:
-            try:
+            with Collected(problems):
                 require_writable(path, flag)
-            except UserError as error:
-                problems.append(str(error))
     for mode in _WITHOUT_EFFECT.keys() & args.given:
         idle = (flag for flag in _WITHOUT_EFFECT[mode] if flag in args.given)
         problems += [f"{flag} has no effect with {mode}: leave one of them out" for flag in idle]
@@ -408,17 +406,19 @@ def _require_full_dry_run(config: ResolvedConfig, cluster: Cluster | None, args:
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
-    software = _software(args, problems)
+    software = MEGACORE
+    with Collected(problems):
+        software = MEGACORE if args.software is None else software_named(args.software)
     name = args.cluster or ("laptop" if args.is_dry_run else None)
     if name is None and "--cluster" in args.misspelled:
         return None
     if name is None:
         problems.append(f"--cluster is missing: use {one_of(list(CLUSTERS))}, or a file that ends in .toml")
         return None
-    try:
+    cluster = None
+    with Collected(problems):
         cluster = cluster_named(name)
-    except ConfigError as error:
-        problems.extend(error.problems)
+    if cluster is None:
         return None
     if args.price_per_hour is not None:
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
@@ -460,14 +460,6 @@ def _wrong_device(given: Mapping[str, Any], cluster: Cluster | None) -> Iterator
     kind = "computes on CPUs" if cluster.on_cpu else "has accelerators"
     other = "cpu" if device == "cpu" else "h100"
     yield f"--device {device}: the cluster {cluster.name} {kind}: leave it out, or use --cluster {other}"
-
-
-def _software(args: argparse.Namespace, problems: list[str]) -> Software:
-    try:
-        return MEGACORE if args.software is None else software_named(args.software)
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return MEGACORE
 
 
 def _with_defaults(

@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from megacore.commands.plan_parser import take_misspelled
 from megacore.config import Config
-from megacore.errors import ConfigError
+from megacore.errors import Collected, ConfigError
 from megacore.files import replace_bytes, why_unwritable
 from megacore.parallel.host_memory import host_capacity
 from megacore.parallel.processors import available_cores
 from megacore.plan.calibration import base_of, calibrate, calibration_json, calibration_text, machine_of, wrong_base
 from megacore.plan.cluster import to_toml
 from megacore.plan.measured_run import Launch, Machine, read_run
-
-_T = TypeVar("_T")
 
 
 def run_calibration(args: argparse.Namespace) -> None:
@@ -29,9 +25,11 @@ def run_calibration(args: argparse.Namespace) -> None:
     directory: Path = args.calibrate
     take_misspelled(args, args.own_flags, Config)
     path, problems = directory / "cluster.toml", [*args.problems, *_without_effect(args)]
-    run = _collected(partial(read_run, directory), problems)
-    launch = Launch() if run is None else run.launch
-    base = _collected(partial(base_of, args.cluster, launch), problems)
+    run = base = None
+    with Collected(problems):
+        run = read_run(directory)
+    with Collected(problems):
+        base = base_of(args.cluster, Launch() if run is None else run.launch)
     if run is not None and base is not None:
         problems += wrong_base(base, run)
     if directory.is_dir() and (why := why_unwritable(path)) is not None:
@@ -60,15 +58,6 @@ def _without_effect(args: argparse.Namespace) -> Iterator[str]:
             yield f"--software {args.software} has no effect with --calibrate, which reads a run of megacore"
         elif flag not in ("--calibrate", "--cluster", "--json"):
             yield f"{flag} has no effect with --calibrate: leave it out"
-
-
-def _collected(read: Callable[[], _T], problems: list[str]) -> _T | None:
-    """What a function returns; or None, and what it refuses added to the problems."""
-    try:
-        return read()
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return None
 
 
 def _this_machine() -> Machine | None:

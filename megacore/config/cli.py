@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config.dimensions import degree_fields
-from megacore.config.flags import CONFIG_INFO, all_fields, flag_names, read_flags
+from megacore.config.flags import CONFIG_INFO, all_fields, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
@@ -33,13 +33,11 @@ from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, s
 from megacore.config.solve import Searched
 from megacore.config.sources import Sources, built
 from megacore.config.spelling import fields_in, flag_and_value
-from megacore.config.toml import read_toml, save_toml
+from megacore.config.toml import read_toml
 from megacore.config.validation import Validation, degrees_product
-from megacore.errors import EXIT_REFUSED, ConfigError, UserError
+from megacore.errors import EXIT_REFUSED, Collected, ConfigError, UserError
 from megacore.files import output_is_closed, replace_bytes
 from megacore.remote import is_url
-
-__all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
 
 # A launcher ends all ranks as soon as one exits. A rank with nothing to report must therefore not exit before the one
 # that reports: it waits this long for the launcher to end it.
@@ -204,11 +202,9 @@ class _Process:
         problems: list[str] = []
 
         def read(name: str, default: int, low: int = 0) -> int:
-            try:
+            with Collected(problems):
                 return launcher_number(name, default, low=low)
-            except ConfigError as error:
-                problems.extend(error.problems)
-                return default
+            return default
 
         rank = read("RANK", 0)
         world_size = read("WORLD_SIZE", rank + 1, low=1)
@@ -262,10 +258,8 @@ def _sources(
     file = Given() if path is None else read_toml(path, kind)
     _save_in_directory(file)
     given, problems, shaped = {**file.values, **flags.values}, list[str](), dict[str, Any]()
-    try:
+    with Collected(problems):
         shaped = {} if shape is None else dict(shape(given))
-    except UserError as error:
-        problems.append(str(error))
     sources = Sources(
         kind=kind,
         flags=flags,
@@ -334,14 +328,9 @@ def _save_in_directory(given: Given) -> None:
 
 def _call(hook: Callable[[Any], T] | None, config: Config, problems: list[str]) -> T | None:
     """What a hook returns for the configuration. The problems that it raises are added, each once."""
-    if hook is None:
-        return None
-    try:
-        return hook(config)
-    except UserError as error:
-        raised = getattr(error, "problems", (str(error),))
-        problems += [problem for problem in raised if problem not in problems]
-        return None
+    with Collected(problems):
+        return None if hook is None else hook(config)
+    return None
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
@@ -377,18 +366,19 @@ def _refuse(
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)
-    message = _message(prog, found + here, sources)
+    message = refusal(prog, found + here, sources)
     leave_for_launcher(message)
     if process.rank == 0:
         print(message, file=sys.stderr, flush=True)
     elif here:
-        print(_message(prog, here, where=f" on {socket.gethostname()}"), file=sys.stderr, flush=True)
+        print(refusal(prog, here, where=f" on {socket.gethostname()}"), file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_SECONDS)
     raise SystemExit(EXIT_REFUSED)
 
 
-def _message(prog: str, problems: Sequence[str], sources: Sources[Any] | None = None, where: str = "") -> str:
+def refusal(prog: str, problems: Sequence[str], sources: Sources[Any] | None = None, where: str = "") -> str:
+    """The text by which the program `prog` refuses what it is given, with where it comes from, and on which machine."""
     lines = [f"megacore: refused{where}: {counted(len(problems), 'problem')}"]
     lines += ["  - " + _printable(problem).replace("\n", "\n    ") for problem in problems]
     if sources is not None:
@@ -411,11 +401,6 @@ def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping
 def _printable(text: str) -> str:
     """The text without characters that would move a terminal's cursor or break a line."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def refusal(prog: str, problems: Sequence[str]) -> str:
-    """The text by which the program `prog` refuses what it is given."""
-    return _message(prog, problems)
 
 
 def leave_for_launcher(text: str) -> None:

@@ -12,12 +12,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.numbers import parse_float
-from megacore.config.rules import OUT, Excludes, Needs, Rule, Settings
+from megacore.config.rules import OUT, Excludes, Needs, Readable, Rule, Settings
+from megacore.config.spelling import OWNERS
 
-FILL_IN_FIELDS = (
-    *("fim_rate", "fim_spm_rate", "fim_cut"),
-    *("fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
-)
+FILL_IN_FIELDS = ("fim_rate", *(field for field, (owner, _) in OWNERS.items() if owner == "fim_rate"))
 """The fields of fill-in-the-middle."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _EXAMPLE = "--valid-sets wiki=data/wiki_text_document code=data/code_text_document"
@@ -29,15 +27,6 @@ class SplitShares(NamedTuple):
     train: float
     valid: float
     test: float
-
-
-def _notations(c: Settings) -> Iterator[str]:
-    """What cannot be read of the blend and of the split."""
-    for parse in (c.prefixes, c.split_shares):
-        try:
-            parse()
-        except ValueError as error:
-            yield str(error)
 
 
 def _sets(c: Settings) -> Iterator[str]:
@@ -62,7 +51,7 @@ class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
 
     rules: ClassVar[Sequence[Rule]] = (
-        _notations,
+        Readable("prefixes", "split_shares"),
         Excludes("train_data_path data_path", "--train-data-path and --data-path exclude each other"),
         Excludes("train_data_path mock_data data_path=()", "--train-data-path and --mock-data exclude each other"),
         Excludes(

@@ -121,12 +121,12 @@ class FieldInfo:
         return self.default is dataclasses.MISSING
 
 
-def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
+def cached(function: Callable[[type], T]) -> Callable[[type], T]:
     """functools.cache, for which mypy takes no class for hashable."""
     return functools.cache(function)
 
 
-@_cached  # evaluating annotations takes milliseconds
+@cached  # evaluating annotations takes milliseconds
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
     declared = get_type_hints(_declaring_class(section), include_extras=True)
@@ -168,7 +168,7 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any, defau
     )
 
 
-@_cached  # parsing the source takes milliseconds
+@cached  # parsing the source takes milliseconds
 def field_docs(section: type) -> Mapping[str, str]:
     """The help text of each field: the string under it in the source, which Python itself does not keep."""
     try:
@@ -236,7 +236,7 @@ class Section:
 
     def as_written(self) -> dict[str, Any]:
         """The fields as a file has them that repeats the run."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {name: getattr(self, name) for name in self.infos}
 
     def resolved_as(self, kind: type[R], **values: Any) -> R:
         """This section as its resolved class, with the values of the fields that were derived."""

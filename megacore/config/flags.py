@@ -278,11 +278,3 @@ def flags_by_name(kind: type[Config] = Config) -> dict[str, FieldInfo]:
     fields = (*all_fields(kind).values(), *setting_files().values())
     positive = {name: info for info in fields for name in info.flags}
     return positive | {negative(name): info for name, info in positive.items() if info.kind is bool}
-
-
-def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
-    """Each flag with its aliases and, for a switch, the form that turns it off."""
-    return {
-        info.flag: (*info.aliases, *([negative(info.flag)] if info.kind is bool else []))
-        for info in (*setting_files().values(), *all_fields(kind).values())
-    }

@@ -204,8 +204,11 @@ class _Page:
         follows += " [NAME=VALUE...]" if info.name in PARAMETERS else ""
         names = f"{info.usage}, {', '.join(info.aliases)}" if info.owner else ", ".join(info.flags)
         names += f", {negative(info.flag)}" if info.kind is bool else ""
-        for number_of_line, line in enumerate(self._wrapped_names(f"{names}{follows}")):
-            yield "  " + self._bold(line) if number_of_line == 0 else "  " + line
+        # No flag is cut at its hyphens.
+        first, *further = textwrap.wrap(
+            f"{names}{follows}", self.width - 2, subsequent_indent="    ", break_on_hyphens=False
+        )
+        yield from (f"  {self._bold(first)}", *(f"  {line}" for line in further))
         yield from self._wrapped(self._meaning(info), indent=6)
         if info.name in PARAMETERS:
             section = sections_of(self.kind)[section_of(self.kind, info.name)]
@@ -222,10 +225,6 @@ class _Page:
         """The text of a flag, and its default."""
         text = help_text_of(info, self.kind)
         return f"{text.meaning} {f'Default: {text.default}.' if text.default else 'Required.'}"
-
-    def _wrapped_names(self, names: str) -> list[str]:
-        """The names of a flag in lines; no flag is cut at its hyphens."""
-        return textwrap.wrap(names, self.width - 2, subsequent_indent="    ", break_on_hyphens=False)
 
     def _summary(self, info: FieldInfo) -> Iterator[str]:
         """A flag with the first sentence of its text and its default."""

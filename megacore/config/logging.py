@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.rules import Rule, Settings
+from megacore.config.rules import Readable, Rule
 
 _TRACED_STEPS = 3
 
 LEAST_TFLOPS, MOST_TFLOPS = 1e-6, 1_000_000  # of a device
 
 
-def _profiled(c: Settings) -> Iterator[str]:
-    try:
-        c.profiled_steps()
-    except ValueError as error:
-        yield str(error)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
     """What is logged, how often, and where metrics go."""
 
-    rules: ClassVar[Sequence[Rule]] = (_profiled,)
+    rules: ClassVar[Sequence[Rule]] = (Readable("profiled_steps"),)
 
     log_interval: Annotated[int, Range(1)] = 10
     """Steps between log lines, and between lines of metrics.jsonl."""

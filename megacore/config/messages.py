@@ -48,10 +48,10 @@ def nearest_multiples(value: int, of: int) -> list[int]:
     return [m for m in (below, below + of) if m > 0]
 
 
-def multiples(value: int, of: int, *, most: int = 48) -> list[int]:
-    """At most `most` positive multiples of `of` around a value, in order."""
-    first = max(value // of - most // 2, 1)
-    return [of * factor for factor in range(first, first + most)]
+def multiples(value: int, of: int) -> list[int]:
+    """48 positive multiples of `of` around a value, in order."""
+    first = max(value // of - 24, 1)
+    return [of * factor for factor in range(first, first + 48)]
 
 
 def nearest_name(name: str, accepted: Iterable[str]) -> str | None:

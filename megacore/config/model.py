@@ -421,11 +421,6 @@ class ResolvedModel(ModelConfig):
         every, last = range(self.num_layers + self.mtp_num_layers), self.num_layers - 1
         return [block for block in every if self.experts is not None and self.experts.holds(min(block, last))]
 
-    def as_written(self) -> dict[str, Any]:
-        written = super().as_written()
-        del written["experts"]  # they have a table
-        return written
-
 
 # Fields that say how a model is initialised, trained or held in memory, not what it computes.
 _NOT_ARCHITECTURE = frozenset(

@@ -15,7 +15,7 @@ from megacore.config.fields import LARGEST_INT, Flag, Section
 from megacore.config.messages import divisors, multiples
 from megacore.config.numbers import parse_int
 from megacore.config.problem import Change, Problem
-from megacore.config.rules import Rule, Settings
+from megacore.config.rules import Readable, Rule
 from megacore.config.spelling import flag_and_value
 
 
@@ -27,18 +27,11 @@ class Ramp(NamedTuple):
     samples: int  # over which it grows to --global-batch-size
 
 
-def _notation(c: Settings) -> Iterator[str]:
-    try:
-        c.ramp()
-    except ValueError as error:
-        yield str(error)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RampupConfig(Section):
     """The growth of the global batch size at the start."""
 
-    rules: ClassVar[Sequence[Rule]] = (_notation,)
+    rules: ClassVar[Sequence[Rule]] = (Readable("ramp"),)
 
     rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
     """Global batches grow from START samples, in equal intervals by INCREMENT, to --global-batch-size after SAMPLES

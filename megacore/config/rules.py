@@ -115,6 +115,20 @@ Rule = Callable[[Settings], Iterable[str]]
 """Yields what is wrong."""
 
 
+class Readable:
+    """Methods of a section read its notations: what they refuse is violated."""
+
+    def __init__(self, *methods: str) -> None:
+        self.methods = methods
+
+    def __call__(self, c: Settings) -> Iterator[str]:
+        for method in self.methods:
+            try:
+                getattr(c, method)()
+            except ValueError as error:
+                yield str(error)
+
+
 def _field(term: str) -> str:
     return term.partition("=")[0].removesuffix("!")
 

@@ -16,7 +16,7 @@ from megacore.config.checkpoint import CheckpointConfig, StartConfig
 from megacore.config.data import DataConfig
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
-from megacore.config.fields import Section, field_infos
+from megacore.config.fields import Section, cached, field_infos
 from megacore.config.logging import LoggingConfig
 from megacore.config.lora import LoraConfig
 from megacore.config.model import ModelConfig, MupConfig, ResolvedModel
@@ -330,20 +330,17 @@ class ResolvedConfig(Config):
         return config if precision is config.precision else dataclasses.replace(config, precision=precision)
 
 
+@cached  # evaluating annotations takes milliseconds
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
     """The section classes of a kind of configuration by name, in order."""
-    if kind not in _SECTIONS_OF:  # evaluating annotations takes milliseconds
-        hints = get_type_hints(kind)
-        _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
-    return _SECTIONS_OF[kind]
+    hints = get_type_hints(kind)
+    return {section.name: hints[section.name] for section in dataclasses.fields(kind)}
 
 
 def section_of(kind: type[Config], field_name: str) -> str:
     """The section of a field of a kind of configuration, both by name."""
     return next(name for name, section in sections_of(kind).items() if field_name in field_infos(section))
 
-
-_SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
 
 C = TypeVar("C", bound=Config)
 

@@ -85,11 +85,9 @@ class Validation:
         return left
 
 
-def validate(
-    config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
-) -> list[str]:
-    """`Validation.messages` of a run; arguments as for `Validation`."""
-    return Validation(config=config, world_size=world_size, unread=unread, on_cpu=on_cpu).messages()
+def validate(config: Config, world_size: int) -> list[str]:
+    """`Validation.messages` of a run on so many processes."""
+    return Validation(config=config, world_size=world_size).messages()
 
 
 def degrees_product(config: Config) -> int:
@@ -101,7 +99,8 @@ def degrees_product(config: Config) -> int:
 def violations(
     config: Config, world_size: int, *, unread: frozenset[str] = frozenset(), on_cpu: bool | None = None
 ) -> list[str]:
-    """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid."""
+    """As `validate`, but no way out is tried: for callers that ask whether a configuration is valid. Arguments as for
+    `Validation`."""
     names, idle = sections_of(type(config)), idle_optimizers(config)
     sections: list[Section] = [getattr(config, name) for name in names]
     # A value that nothing reads need not be in its range.

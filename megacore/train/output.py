@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from megacore.checkpoint import WriterLock, choose_checkpoint, published, sees_lock, sweep
 from megacore.config import ResolvedConfig
-from megacore.config.cli import save_toml
 from megacore.config.messages import ranks_in_words
+from megacore.config.toml import save_toml
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, Mesh

@@ -16,7 +16,7 @@ import torch
 
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.lock import WriterLock
-from megacore.config.cli import save_toml
+from megacore.config.toml import save_toml
 from megacore.observe.report.files import read_run
 from megacore.observe.report.page import verdict_of
 from megacore.parallel.host_memory import host_capacity

@@ -79,7 +79,8 @@ def _save_instead_of_training() -> None:
     command_line: Any = importlib.import_module("megacore.config.cli")
     command_line.GRACE_SECONDS = 0.0  # no launcher waits for the message of another rank
     launch: Any = types.ModuleType("megacore.train.launch")
-    launch.launch = lambda config, program: command_line.save_toml(config, "config.toml") or 0
+    save: Any = importlib.import_module("megacore.config.toml").save_toml
+    launch.launch = lambda config, program: save(config, "config.toml") or 0
     launch.exit_with = sys.exit
     sys.modules[launch.__name__] = launch
     with contextlib.suppress(ImportError):

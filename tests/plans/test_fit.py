@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.cli import save_toml
+from megacore.config.toml import save_toml
 from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.parallel.processors import available_cores

@@ -15,8 +15,8 @@ import pytest
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
-from megacore.config.cli import flag_names, parse_config
-from megacore.config.flags import all_fields, read_flags
+from megacore.config.cli import parse_config
+from megacore.config.flags import all_fields, flags_by_name, read_flags
 from megacore.config.help import help_text
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
@@ -174,12 +174,13 @@ def entries(page: str) -> dict[str, str]:
 def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -> None:
     shown = entries(help_of("all", kind))
     refused = {flag(name) for name in kind.unsupported}
-    assert refused < flag_names(kind).keys()
-    flags = {name: others for name, others in flag_names(kind).items() if " " not in name}
+    flags = {info.flag: info for info in flags_by_name(kind).values()}
+    assert refused < flags.keys()
     assert len(shown) <= 180
-    for name, others in flags.items():
-        assert (name in shown) == (name not in refused), name
-        assert all(other in shown[name] for other in others if name in shown)
+    for name, info in flags.items():
+        others = (*info.aliases, *([negative(name)] if info.kind is bool else []))
+        assert info.owner or (name in shown) == (name not in refused), name
+        assert info.owner or all(other in shown[name] for other in others if name in shown)
 
 
 @KINDS

@@ -184,15 +184,15 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     paths = (good, high, str(tmp_path / "empty"), str(short), str(tmp_path / "missing"))
     with pytest.raises(DataError) as caught:
         check_inputs(unresolved(data_path=paths, vocab_size=1000))
-    problems = caught.value.problems  # type: ignore[attr-defined]
+    problems = caught.value.problems
     for problem, expected in zip(
         problems, ("sequence 1 holds the token id 4000", "0 bytes", "shorter", "No such"), strict=True
     ):
         assert expected in problem
     with pytest.raises(DataError) as caught:
         check_inputs(unresolved(data_path=paths, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=None))
-    assert len(caught.value.problems) == 4  # type: ignore[attr-defined]
-    (problem,) = [one for one in caught.value.problems if "JSON file" in one]  # type: ignore[attr-defined]
+    assert len(caught.value.problems) == 4
+    (problem,) = [one for one in caught.value.problems if "JSON file" in one]
     assert problem.startswith(f"--tokenizer {tmp_path}/tokenizer.json: not a `tokenizers` JSON file (")
     assert problem.endswith("): give a tokenizer.json, a *.model or a directory that holds one")
 

@@ -20,8 +20,7 @@ from megacore.arrive.deepspeed import DEEPSPEED_FLAGS, all_keys, tables
 from megacore.arrive.megatron import FOREIGN
 from megacore.config import OptimizerConfig
 from megacore.config.bert import BertConfig
-from megacore.config.cli import flag_names
-from megacore.config.flags import all_fields
+from megacore.config.flags import all_fields, flags_by_name
 from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.errors import CheckpointError
 from megacore.optim.lr_schedules import learning_rate, momentum
@@ -230,7 +229,7 @@ def test_every_key_of_deepspeed_is_in_the_table() -> None:
 
 def test_keys_and_flags_name_fields_and_flags_that_exist() -> None:
     fields = all_fields(BertConfig).keys()
-    ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
+    ours = flags_by_name(BertConfig).keys()
     planned = {"--search", "--world-size", "--cluster", "--max-micro-batch-size", "--max-zero-stage", "--to"}
     for path, key in all_keys().items():
         assert set(key.fields) <= fields, path

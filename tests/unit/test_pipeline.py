@@ -20,9 +20,10 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import parse_config, save_toml
+from megacore.config.cli import parse_config
 from megacore.config.parallel import V_SCHEDULES, ChosenSchedule, StagesThatFit
 from megacore.config.pipeline_layout import parse_layout
+from megacore.config.toml import save_toml
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.host_memory import AvailableMemory

@@ -31,9 +31,9 @@ from megacore.arrive.megatron import FOREIGN, LISTS, NOT_YET, REPLACED
 from megacore.commands.plan import plan_tool
 from megacore.config import Config, ResolvedConfig, sections_of
 from megacore.config.bert import BertConfig
-from megacore.config.cli import flag_names
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS
 from megacore.config.fields import field_docs
+from megacore.config.flags import flags_by_name
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.other_trainers import other_trainers
@@ -212,7 +212,7 @@ def test_the_documentation_names_every_table_of_a_file() -> None:
 def test_the_page_for_megatron_users_names_flags_that_exist_and_help_answers_for_every_one() -> None:
     page = (ROOT / "docs" / "guides" / "coming-from-megatron.md").read_text()
     named = set(re.findall(r"--[a-zA-Z][a-zA-Z0-9-]+(?![\w*-])", page))
-    ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
+    ours = flags_by_name(BertConfig).keys()
     dropped = REPLACED.keys() | NOT_YET.keys()
     assert all(other_trainers().help_of(flag) for flag in dropped | FOREIGN.keys())
     of_launchers = {"--nproc-per-node", "--processes", "--help"}

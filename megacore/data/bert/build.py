@@ -25,7 +25,7 @@ from megacore.data.gpt.build import (
 from megacore.data.indexed.fetching import local_prefix
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.sidecar import read_sidecar
-from megacore.errors import DataError
+from megacore.errors import Collected, DataError
 from megacore.parallel.heartbeat import Phase, section
 
 _LOG = logging.getLogger(__name__)
@@ -35,16 +35,12 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
     """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod. Raises
     InputErrors where Everything that is wrong."""
     problems: list[str] = []
-    try:
+    with Collected(problems):
         check_inputs(config)
-    except InputErrors as error:
-        problems += error.problems
-    try:
+    with Collected(problems):
         _masking(config, vocabulary_size(config))
-    except DataError as error:
-        problems.append(str(error))
     for prefix in config.data.prefixes():
-        try:
+        with Collected(problems):
             indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
             _check_sentences(config, indexed)
             sidecar = read_sidecar(indexed)
@@ -54,10 +50,8 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
                     "[SEP] already: better preprocess it without --append-eod",
                     indexed.prefix,
                 )
-        except DataError as error:
-            problems.append(str(error))
     if problems:
-        raise InputErrors(list(dict.fromkeys(problems)))
+        raise InputErrors(problems)
 
 
 @section(Phase.INDEX)

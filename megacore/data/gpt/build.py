@@ -26,7 +26,7 @@ from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import open_loss_mask, read_sidecar
 from megacore.data.tokenizers.same_ids import ids_fingerprint
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megacore.errors import DataError
+from megacore.errors import Collected, DataError
 from megacore.parallel.heartbeat import Phase, section
 from megacore.progress import Progress
 
@@ -38,8 +38,8 @@ class InputErrors(DataError):
     """Everything that is wrong with a run's inputs, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
         super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 class Datasets(NamedTuple):
@@ -55,24 +55,20 @@ def check_inputs(config: Config) -> int:
     `--vocab-size`, or the tokenizer's. Raises InputErrors with everything that is wrong."""
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
-    try:
+    vocab_size: int | None = None
+    with Collected(problems):
         tokenizer = tokenizer_of(config)
-        vocab_size: int | None = _vocab_size(config, tokenizer)
+        vocab_size = _vocab_size(config, tokenizer)
         if tokenizer is not None and config.data.fim_rate:
             sentinels_of(tokenizer, _sentinel_names(config))
-    except DataError as error:
-        problems.append(str(error))
-        vocab_size = None
     budget, trained = _SCAN_BYTES, config.data.prefixes(named=False)
     for prefix in config.data.prefixes():
-        try:
+        with Collected(problems):
             indexed = IndexedDataset(local_prefix(prefix, config.data.data_cache_path))
             if prefix in trained and not config.data.is_split:
                 split_documents(indexed, config.data.split_shares())
             open_loss_mask(indexed)
             budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
-        except DataError as error:
-            problems.append(str(error))
     if problems:
         raise InputErrors(problems)
     assert vocab_size is not None
