@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megacore.config.messages import ranks_in_words
 from megacore.errors import UserError
 from megacore.survive.copies import keepers
 
@@ -63,7 +64,7 @@ def _strike(launcher: int, draw: random.Random) -> tuple[float, str]:
     for rank in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[rank]["child"], number)
-    return time.time(), f"{number.name} for rank {', '.join(map(str, sorted(victims)))}"
+    return time.time(), f"{number.name} for {ranks_in_words(sorted(victims)) if victims else 'no rank'}"
 
 
 def _kept(launcher: int) -> dict[int, dict[str, Any]]:

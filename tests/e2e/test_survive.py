@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from megacore.audit.check import History
 from megacore.audit.ledger import FILE
-from megacore.survive.copies import keepers
+from megacore.job_directory import job_directory
+from megacore.survive.copies import keepers, record_of
 from tests.e2e import launching
 from tests.e2e.launching import END, PROGRAM, START, losses, records_of, small_run, started, under_torchrun
 from tests.parallel.test_checkpoint import stored
@@ -91,9 +93,14 @@ def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp
 
 
 def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
-    """The layout stays, and the lost rank is a spare when it is back."""
+    """The layout stays, and the lost rank is a spare when it is back. What a killed job of the same name has left in
+    memory is not taken."""
     launching.losses_of_one_process(tmp_path / "alone", **RUN)
     output, port, events = tmp_path / "out", launching.free_port(), tmp_path / "out" / "events.jsonl"
+    environment = launching.environment() | {name: str(v) for name, v in launching.by_hand(0, port, 3).items()}
+    left = job_directory("survive", environment, str(output)) / "g3" / "slot-1"
+    left.mkdir(parents=True)
+    (left / record_of(0)).write_text(json.dumps({"step": 5000, "ranks": 1, "files": {}}))
     flags = small_run(output, survive=True, spare_ranks=1, dp=2, **RUN)
     with contextlib.ExitStack() as stack:
         ranks = [

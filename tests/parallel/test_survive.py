@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import shutil
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 
 from megacore.checkpoint.storage import LocalRun
 from megacore.errors import StorageError
+from megacore.files import replace_bytes
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import build_mesh
-from megacore.survive import writer
+from megacore.survive import peers, writer
 from megacore.survive.copies import Inventory, NodeMemory, Slot, make_room, newest, publish_parts, save_parts
 from megacore.survive.layouts import layout_for
 from megacore.survive.peers import complete
@@ -119,10 +121,16 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     memory = NodeMemory({"WORLD_SIZE": "2", "MASTER_ADDR": f"{directory}/{nodes[rank]}"}, directory, rank)
     state = StateInMemory(trainer, memory.path, 0, 1, nodes)
     trainer.train_step(next(trainer.batches))
-    state.on_step_begin(trainer, 1)
-    state.on_stop(trainer, None)
     expected = whole_state(trainer, mesh)
     barrier(mesh.world)
+
+    def late(path: Path, content: bytes, *, durable: bool) -> None:
+        time.sleep(1.0 if rank == world_size - 1 else 0.0)
+        replace_bytes(path, content, durable=durable)
+
+    setattr(peers, "replace_bytes", late)  # noqa: B010
+    state.on_step_begin(trainer, 1)
+    state.on_stop(trainer, None)
     found = all_gather_objects((memory.path, memory.inventory()), mesh.world)
     everywhere, last = list(dict(found).values()), max(nodes)
     for number, inventory in enumerate(everywhere):
