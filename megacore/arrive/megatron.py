@@ -111,13 +111,13 @@ def _pattern(value: Value, kinds: str, nth: str) -> Translation:
         found = _listed(value)
     if found is None:
         raise ValueError(
-            f"{value} is neither a whole number nor a list such as [1,1,1,0]*6: use one, or --attention-pattern"
+            f"{value} is neither a whole number nor a list such as [1,1,1,0]*6: use one, or --layer-pattern"
         )
     if isinstance(found, list):
-        return Translation({"attention_pattern": pattern_of("".join(kinds[number] for number in found))})
+        return Translation({"layer_pattern": pattern_of("".join(kinds[number] for number in found))})
     if not 1 <= found <= _LONGEST_LIST:
         raise ValueError(f"{value}: use a whole number of 1 or more, or a list such as [1,1,1,0]*6")
-    return Translation({"attention_pattern": pattern_of(kinds.replace(nth, "") * (found - 1) + nth)})
+    return Translation({"layer_pattern": pattern_of(kinds.replace(nth, "") * (found - 1) + nth)})
 
 
 def _windows(value: Value) -> Translation:

@@ -158,7 +158,7 @@ class BertConfig(Config):
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         **dict.fromkeys(
             (
-                *("multi_latent_attention", "attention_pattern", "window_rotary_base", "norm_placement"),
+                *("multi_latent_attention", "layer_pattern", "window_rotary_base", "norm_placement"),
                 *("layernorm_1p", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
                 *("logits_divisor", "softmax_type", "attn_logit_softcapping", "final_logit_softcapping"),
                 "attention_output_gate",

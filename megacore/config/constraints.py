@@ -99,6 +99,18 @@ def _groups(c: Settings) -> Iterator[str]:
         )
 
 
+def _convolved(c: Settings) -> Iterator[str]:
+    """A rank of context parallelism hands the next chunk what its convolution reads of this one."""
+    length, cp, tail = c.seq_length, c.cp, c.linear_conv_kernel_dim - 1
+    if c.has_linear and cp > 1 and not c.reproducible and length // (2 * cp) < tail:
+        fitting = [ranks for ranks in divisors(length, most=None) if ranks == 1 or length // (2 * ranks) >= tail]
+        yield Problem(
+            f"--cp {cp} divides --seq-length {length} into chunks of {length // (2 * cp)}, fewer than the {tail} "
+            "earlier positions that linear attention convolves",
+            Values(name="cp", among=fitting, near=cp),
+        )
+
+
 def _ffn(c: Settings) -> Iterator[str]:
     tp, ffn = c.tp, c.inner_size
     if ffn % tp:
@@ -209,7 +221,9 @@ LAYOUT_RULES: Sequence[Rule] = (
     _shards,
     Excludes("zero_shard_size num_experts", "{0} is not possible with {1}, whose experts have other replicas", OUT),
     Divides("tp", "num_attention_heads", multiple=False),
+    Divides("tp", "linear_num_key_heads", when=("has_linear=True",)),
     _groups,
+    _convolved,
     _ffn,
     _sequence_split,
     Excludes(

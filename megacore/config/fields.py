@@ -191,6 +191,8 @@ class Section:
 
     earlier_table: ClassVar[str | None] = None
     """The table that had these fields in files of an earlier version; they are read from there too."""
+    former_names: ClassVar[Mapping[str, str]] = {}
+    """Names of fields in files of an earlier version, and those that they have now."""
     former_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of an earlier version, whose config.toml has them written out, by field."""
 

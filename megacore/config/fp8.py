@@ -13,6 +13,7 @@ from megacore.config.schema import Config
 _READ = (
     "fp8", "tp", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "reproducible_blocks",
+    "layer_pattern", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 FP8_UNITS = {"blockwise": 128, "tensorwise": 16, "rowwise": 16}
 """What the features of a linear layer on a rank must be a multiple of: the tile, or what tensor cores read at once."""
@@ -98,6 +99,9 @@ def _unfit(config: Config, recipe: str, *, tp: int | None = None, blocks: int | 
         divided["of all keys and values"] = heads * (model.qk_nope_head_dim + model.value_size)
     else:
         divided["of all queries, keys and values"] = (heads + 2 * model.query_groups) * model.head_size
+    if model.has_linear:
+        divided["of all values of linear attention"] = model.linear_widths[1]
+        divided["that linear attention projects"] = 2 * sum(model.linear_widths)
     if experts is not None and experts.num_experts is not None:
         has_dense = experts.moe_first_dense_layers > 0 or experts.moe_layer_freq != 1
         if experts.moe_shared_expert_size:

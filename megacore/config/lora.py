@@ -177,6 +177,8 @@ LORA_RULES: Sequence[Rule] = (
     Excludes("lora_rank mup_base_width", "{0} has no rule for {1}", Out("mup_base_width")),
     Excludes("lora_rank mtp_num_layers!=0", "{0} has no adapters for the blocks of {1}",
              "use --mtp-num-layers 0", Out("lora_rank")),
+    Excludes("lora_rank has_linear=True", "{0} has no adapters for linear attention", "use a --layer-pattern without l",
+             Out("lora_rank")),
     Excludes("lora_rank offload_params", "{0} keeps frozen weights on the device, not in host memory as {1}",
              Out("offload_params")),
     Excludes("lora_dropout reproducible", "{0} is not possible with {1}: masks of adapters depend on tensor "

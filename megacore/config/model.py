@@ -8,12 +8,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section
-from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
+from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
 from megacore.config.rope_factors import parse_factors
 from megacore.config.rules import OUT, AtLeast, AtMost, Divides, Excludes, Needs, Out, Rule, Settings
@@ -29,19 +30,25 @@ def _scaling(*kinds: str) -> Needs:
 _LLAMA3, _YARN, _LONGROPE = map(_scaling, ("llama3", "yarn", "longrope"))
 _WITHOUT_LATENT = (
     *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-    *("qk_layernorm_per_head", "clip_qkv", "attention_pattern", "attention_multiplier", "attention_output_gate"),
+    *("qk_layernorm_per_head", "clip_qkv", "layer_pattern", "attention_multiplier", "attention_output_gate"),
+)
+
+
+_OF_LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
 )
 
 
 def _pattern(c: Settings) -> Iterator[str]:
-    """What is wrong with the kinds of attention of the blocks."""
-    text = c.attention_pattern
+    """What is wrong with the kinds of the blocks."""
+    text = c.layer_pattern
     try:
         kinds = "" if text is None else parse_pattern(text)
     except ValueError as error:
         yield str(error)
         return
-    given = f"--attention-pattern {text}"
+    given = f"--layer-pattern {text}"
     if WINDOW in kinds and c.window_size is None:
         yield f"{given} has blocks with a window: use --window-size"
     if WITHOUT_POSITIONS in kinds and c.position_embedding_type != "rope":
@@ -50,8 +57,11 @@ def _pattern(c: Settings) -> Iterator[str]:
     for name in ("window_size", "window_rotary_base") if WINDOW not in kinds else ():
         # A window alone is that of every block; its base needs a pattern.
         if c.is_set(name) and (text is not None or name == "window_rotary_base"):
-            cause = f"with {given}" if text is not None else "without --attention-pattern"
+            cause = f"with {given}" if text is not None else "without --layer-pattern"
             yield f"{c.given(name)} has no effect {cause}: leave it out, or use a pattern with w"
+    for name in _OF_LINEAR if text is not None and LINEAR not in kinds else ():
+        if c.is_set(name):
+            yield f"{c.given(name)} has no effect with {given}: leave it out, or use a pattern with l"
 
 
 def _latent(c: Settings) -> Iterator[str]:
@@ -114,6 +124,7 @@ def _original_context(c: Settings) -> Iterator[str]:
 class ModelConfig(Section):
     """The shape of the transformer, its layers, initialisation and dropout."""
 
+    former_names = MappingProxyType({"attention_pattern": "layer_pattern"})
     rules: ClassVar[Sequence[Rule]] = (
         Divides(
             "num_attention_heads",
@@ -137,6 +148,7 @@ class ModelConfig(Section):
         ),
         _pattern,
         Excludes("mtp_num_layers!=0 embedding_layernorm", "{0} embeds tokens without the norm of {1}", OUT),
+        Divides("linear_num_key_heads", "linear_num_value_heads", when=("has_linear=True",)),
         Excludes("norm_placement parallel_residual", "{0} is not possible with {1}, whose layers read one norm"),
     )
 
@@ -160,7 +172,7 @@ class ModelConfig(Section):
     """Width of the residual stream. A multiple of --num-attention-heads, unless --kv-channels is given."""
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
     """Attention heads per block. A multiple of --tp."""
-    num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
+    num_query_groups: Annotated[int | None, Range(1, 1_000_000), Flag(("--num-key-value-heads",))] = None
     """Grouped-query attention: key and value heads per block. Divides --num-attention-heads; a multiple of --tp or a
     divisor of it. Below --tp, --tp / this must divide 2 x --kv-channels. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
@@ -274,11 +286,21 @@ class ModelConfig(Section):
     """longrope's divisors in longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
-    attention_pattern: Annotated[str | None, Flag(metavar="5*w,f")] = None
-    """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions. The
-    pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
+    layer_pattern: Annotated[str | None, Flag(("--attention-pattern",), metavar="5*w,f")] = None
+    """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions, l
+    linear (Gated DeltaNet). The pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
+    linear_num_key_heads: Annotated[int, Range(1, 1_000_000)] = 16
+    """l of --layer-pattern: query and key heads. A multiple of --tp."""
+    linear_num_value_heads: Annotated[int, Range(1, 1_000_000)] = 32
+    """l of --layer-pattern: value heads. A multiple of the key heads."""
+    linear_key_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
+    """l of --layer-pattern: dimensions of a head's query and key."""
+    linear_value_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
+    """l of --layer-pattern: dimensions of a head's value."""
+    linear_conv_kernel_dim: Annotated[int, Range(1, 1000)] = 4
+    """l of --layer-pattern: positions that the convolution of queries, keys and values reads."""
     window_rotary_base: Annotated[float | None, Range(above=1), _ROTARY] = None
-    """Rotary base, without scaling, in the w blocks of --attention-pattern, as in Gemma 3. Default: --rotary-base and
+    """Rotary base, without scaling, in the w blocks of --layer-pattern, as in Gemma 3. Default: --rotary-base and
     its scaling."""
     norm_placement: Literal["before", "after", "both"] = "before"
     """Where each block normalises. before: the inputs of attention and feed-forward layer. after: their outputs, as in
@@ -373,11 +395,27 @@ class ModelConfig(Section):
         return 1 / math.sqrt(self.head_size) if self.attention_multiplier is None else self.attention_multiplier
 
     @property
+    def has_linear(self) -> bool:
+        """Whether blocks have linear attention."""
+        return LINEAR in (self.layer_pattern or "")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether all have, as the configuration of such a block says (models/flops.py)."""
+        return self.layer_pattern == LINEAR
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Features of all keys, and of all values, of linear attention."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return keys, self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
     def attention_kinds(self) -> str:
-        """The letter of --attention-pattern for each block."""
-        if self.attention_pattern is None:
+        """The letter of --layer-pattern for each block."""
+        if self.layer_pattern is None:
             return (FULL if self.window_size is None else WINDOW) * self.num_layers
-        return repeated(parse_pattern(self.attention_pattern), self.num_layers)
+        return repeated(parse_pattern(self.layer_pattern), self.num_layers)
 
     @property
     def block_norms(self) -> int:
@@ -436,9 +474,9 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_ARCHITECTURE]
     if one.score_multiplier == other.score_multiplier:
         names.remove("attention_multiplier")
-    names.remove("attention_pattern")
+    names.remove("layer_pattern")
     if one.attention_kinds != other.attention_kinds:
-        names.insert(0, "attention_pattern")
+        names.insert(0, "layer_pattern")
     else:  # the same kinds may be written in several ways
         names = [name for name in names if name != "window_size" or WINDOW in one.attention_kinds]
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):

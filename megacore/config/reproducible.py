@@ -11,7 +11,8 @@ from megacore.config.schema import Config
 
 _SIZES = (
     "reproducible_blocks", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "seq_length",
-    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size",
+    "kv_channels", "layer_pattern", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_size",
 )  # fmt: skip
 
 _MOST = 8  # blocks by default: one for each device of a usual node
@@ -39,6 +40,10 @@ def _indivisible(config: Config, count: int) -> Iterator[str]:
     heads, groups, inner = model.num_attention_heads, model.query_groups, model.inner_size
     if heads % count:
         yield f"--num-attention-heads {heads}"
+    if model.has_linear and model.linear_num_key_heads % count:
+        yield f"--layer-pattern linear-key-heads={model.linear_num_key_heads}"
+    if model.has_linear:
+        yield from _indivisible_width("all values of linear attention,", model.linear_widths[1], length, count)
     shares = count % groups == 0 and not model.qk_layernorm_all_heads  # blocks share a key
     if groups % count and not shares:
         yield f"--num-query-groups {groups}{' with --qk-layernorm all-heads' if model.qk_layernorm_all_heads else ''}"

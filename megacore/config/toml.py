@@ -102,6 +102,7 @@ def read_settings(path: str | Path, form: str, parse: Callable[[str], T]) -> T:
 
 def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: tuple[str, str], value: Any) -> None:
     table, key = name
+    key = sections_of(kind)[table].former_names.get(key, key)
     info = _field(kind, table, key)
     if info is None:
         given.problems.append(f"{where()}: [{table}] {_unknown_key(kind, key)}")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from megacore.models.hf.family import Family, TensorRule
 from megacore.models.hf.row_orders import Layout, Run
 from megacore.models.spec import DescribesLayers, LayerSpec
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.pipeline.stage import Stage
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
@@ -234,33 +235,17 @@ def model_layers(
 
 
 def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:
-    """Global name -> global shape of every parameter. Nothing is allocated, and of blocks that are alike one is built:
-    the first two of a model without experts, of which the others are like the second."""
-    predicting, config = config, dataclasses.replace(config, mtp_num_layers=0)
-    if config.experts is None:
-        built = _shapes_of(config, min(config.num_layers, 2), bert)
-        of_block = [block for number in (0, 1) if (block := _of_block(built, number))]
-        blocks = [of_block[min(number, 1)] for number in range(config.num_layers)]
-    else:
-        everywhere = dataclasses.replace(config.experts, moe_first_dense_layers=0, moe_layer_freq=1)
-        built = _shapes_of(dataclasses.replace(config, experts=everywhere), 1, bert)
-        dense = _of_block(_shapes_of(dataclasses.replace(config, experts=None), 1, bert), 0)
-        mixture = _of_block(built, 0)
-        blocks = [mixture if config.experts.holds(number) else dense for number in range(config.num_layers)]
-    first = next(iter(_of_block(built, 0)))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in built.items():
-        if not _BLOCK.match(name):
-            shapes[name] = shape
-        elif name == f"blocks.0.{first}":
-            shapes |= {f"blocks.{i}.{end}": one for i, block in enumerate(blocks) for end, one in block.items()}
-    if predicting.mtp_num_layers:
-        layers, last = config.num_layers, config.experts
-        if last is not None:  # in the only block, where the last one has them
-            last = dataclasses.replace(last, moe_first_dense_layers=0) if layers - 1 in config.mixtures else None
-        built = _shapes_of(dataclasses.replace(predicting, experts=last), 1, None)
-        for depth in range(predicting.mtp_num_layers):
-            shapes |= {f"blocks.{layers + depth}.{end}": one for end, one in _of_block(built, 1 + depth).items()}
+    """Global name -> global shape of every parameter. Nothing is allocated, and of blocks that are alike one is
+    built."""
+    shapes, built = dict[str, tuple[int, ...]](), dict[Any, dict[str, ShardSpec]]()
+    for layer in model_layers(config, _META, bert):
+        kind = layer.name if layer.block is None else (layer.block, layer.parameters)
+        if kind not in built:
+            parameters = layer.build().named_parameters()
+            built[kind] = {name: one.spec for name, one in parameters if isinstance(one, ShardedParameter)}
+        for name, spec in built[kind].items():
+            if name not in layer.tied:  # a name may be given, as that of a norm that the first depth has for the head
+                shapes[spec.name or f"{layer.name}.{name}"] = spec.shape
     return shapes
 
 
@@ -277,18 +262,6 @@ def buffer_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> di
         for number in config.mixtures
         for end in sorted(ends)
     }
-
-
-def _shapes_of(config: ResolvedModel, layers: int, bert: ResolvedBert | None) -> dict[str, tuple[int, ...]]:
-    """Those of a model with so many blocks, by global name."""
-    parameters = Stage(model_layers(dataclasses.replace(config, num_layers=layers), _META, bert)).by_name()
-    return {name: parameter.spec.shape for name, parameter in parameters.items()}
-
-
-def _of_block(shapes: Mapping[str, tuple[int, ...]], number: int) -> dict[str, tuple[int, ...]]:
-    """Those of a block, by the names that they have in it."""
-    prefix = f"blocks.{number}."
-    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
 def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | None, count: int, where: str) -> None:
@@ -338,7 +311,7 @@ def find_tensors(
                 result.names[canonical] = name
         elif canonical in repeated:
             result.copies[name] = repeated[canonical]
-        elif name.endswith(family.buffers):
+        elif name.endswith(family.buffers) or name.startswith(family.unread):
             result.left_out.append(name)
         else:
             problems.append(f"{name[:80]} is unknown")

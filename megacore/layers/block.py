@@ -16,6 +16,7 @@ from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import Mixing, SelfAttention, refuse_unsupported
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
+from megacore.layers.linear_attention import GatedDeltaNet
 from megacore.layers.norm import LayerNorm, build_norm
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
@@ -218,9 +219,11 @@ class TransformerBlock(nn.Module):
         self.attention_norm: Norm = norm() if attention_norm and reads_normed else Unnormed()
         self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
         mixing = {"causal": True, "window": None, "rotary": None, "alibi": None, **mixing}
-        build = attention or (LatentAttention if config.multi_latent_attention else SelfAttention)
+        latent = LatentAttention if config.multi_latent_attention else SelfAttention
+        build = attention or (GatedDeltaNet if config.is_linear else latent)
         self.attention = build(config, context, f"{name}.attention", **mixing)
-        refuse_unsupported(self.attention, config, context, mixing)
+        if attention is not None:
+            refuse_unsupported(self.attention, config, context, mixing)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.attention_post_norm = norm() if has_post_norms else None
         self.attention_residual = build_residual(config, self.attention_dropout, self.attention_post_norm)

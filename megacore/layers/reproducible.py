@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.layers.attention import Attention, SelfAttention
 from megacore.layers.latent_attention import LatentAttention
+from megacore.layers.linear_attention import GatedDeltaNet
 from megacore.layers.norm import (
     JointHeadNorm,
     LayerNorm,
@@ -158,6 +159,30 @@ class LatentAttentionOfBlocks(AttentionOfBlocks, LatentAttention):
         return self.blocks.copies(shared, len(self.blocks.held), of_key.dtype, heads=of_key.shape[2])
 
 
+class GatedDeltaNetOfBlocks(GatedDeltaNet):
+    """Every block of heads by itself, with a copy of the rates, whose gradients are added over the blocks."""
+
+    blocks: Blocks
+
+    def adopt(self) -> None:
+        assert isinstance(self.value_norm, LayerNormOfBlocks)
+        self.value_norm.of_heads = True
+
+    def _entered(self, rates: Tensor) -> Tensor:
+        return self.blocks.shared(rates.contiguous()).float()
+
+    def mix(self, projected: Tensor, rates: Tensor, documents: Tensor | None) -> Tensor:
+        held, dtype = self.blocks.held, projected.dtype
+        copies = self.blocks.copies(rates.unsqueeze(2), len(held), dtype, heads=len(held)).unbind(2)
+        of_blocks = [copy.chunk(self.blocks.count, -1)[number] for copy, number in zip(copies, held, strict=True)]
+        parameters = [
+            self.blocks.of_rank(one, 0).chunk(len(held)) for one in (self.conv, self.log_decay, self.decay_bias)
+        ]
+        parts = zip(self.blocks.split(projected, -1), of_blocks, zip(*parameters, strict=True), strict=True)
+        read = joined_blocks([self.read(*part, documents) for part in parts], 2)
+        return self.let_through(read, projected)
+
+
 _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     LayerNorm: LayerNormOfBlocks,
     RMSNorm: RMSNormOfBlocks,
@@ -166,6 +191,7 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     Dropout: DropoutOfBlocks,
     SelfAttention: SelfAttentionOfBlocks,
     LatentAttention: LatentAttentionOfBlocks,
+    GatedDeltaNet: GatedDeltaNetOfBlocks,
 }
 
 
@@ -175,5 +201,5 @@ def make_reproducible(layer: nn.Module, blocks: Blocks) -> None:
         return
     reproducible.exchange(layer, blocks, reproducible.OF_BLOCKS | _OF_BLOCKS)
     for module in layer.modules():
-        if isinstance(module, AttentionOfBlocks):
+        if isinstance(module, AttentionOfBlocks | GatedDeltaNetOfBlocks):
             module.adopt()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS
+from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS
 from megacore.config.rope_factors import parse_factors
 from megacore.parallel.context import WHOLE, SequenceShards
 
@@ -201,9 +201,9 @@ def _yarn_ramp(scaling: RopeScaling, base: float, r: int) -> Tensor:
 
 
 def rotaries_of(config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Mapping[str, Rotary | None]:
-    """What turns the queries and keys of each kind of block, by its letter in --attention-pattern."""
+    """What turns the queries and keys of each kind of block, by its letter in --layer-pattern."""
     usual = Rotary.of(config, sequence)
     local = usual
-    if usual is not None and config.window_rotary_base is not None and config.attention_pattern is not None:
+    if usual is not None and config.window_rotary_base is not None and config.layer_pattern is not None:
         local = Rotary(usual.dimensions, base=config.window_rotary_base, sequence=sequence)
-    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None}
+    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None, LINEAR: None}

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal
 
 from megacore.config import LoraConfig, ResolvedModel
-from megacore.config.layer_pattern import WINDOW, WITHOUT_POSITIONS
+from megacore.config.layer_pattern import LINEAR, WINDOW, WITHOUT_POSITIONS
 from megacore.config.lora import adapter_parameters
 from megacore.models.size import active_parameters, attention_matrices, block_parameters, short_matrices
 
@@ -52,10 +52,12 @@ def idle_parameters(config: ResolvedModel) -> int:
 
 
 def block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:
-    """The configuration with the attention of one block, by its letter of --attention-pattern."""
-    if config.attention_pattern is None or kind == WINDOW:
+    """The configuration with the attention of one block, by its letter of --layer-pattern."""
+    if config.layer_pattern is None or kind == WINDOW:
         return config
     full = without_window(config)
+    if kind == LINEAR:
+        return dataclasses.replace(full, layer_pattern=LINEAR, position_embedding_type="none")
     return dataclasses.replace(full, position_embedding_type="none") if kind == WITHOUT_POSITIONS else full
 
 
@@ -73,7 +75,8 @@ def without_experts(config: ResolvedModel) -> ResolvedModel:
 
 def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention = "full") -> float:
     """Operations of one block's forward for one token: its products, q k^T and the mix of v. With a window no more keys
-    than it holds are counted; causal attention sees half of them where it holds all."""
+    than it holds are counted; causal attention sees half of them where it holds all. Linear attention reads its state
+    twice, and writes it."""
     h, n = config.hidden_size, config.num_attention_heads
     matrices = (*attention_matrices(config).values(), *short_matrices(config))
     projections = 2.0 * sum(rows * columns for rows, columns in matrices)
@@ -81,6 +84,10 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
     if attention == "causal":
         keys -= keys**2 / (2.0 * seq_length)
     mixing = 2.0 * keys * n * (config.head_size + config.value_size)
+    if config.is_linear:
+        features, values = config.linear_widths
+        mixing = 6.0 * values * config.linear_key_head_dim
+        mixing += 2.0 * (2 * features + values) * config.linear_conv_kernel_dim
     inner, router = config.inner_size, 0.0
     if config.experts is not None:
         inner, router = config.experts.active_inner_size, 2.0 * h * config.experts.num_experts

@@ -15,7 +15,7 @@ from megacore.layers.lora import IN, is_adapter
 from megacore.parallel.random import normal_slice, uniform_slice
 from megacore.parallel.sharding import ShardedParameter
 
-_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "experts.down.weight")
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "attention.out.weight", "mlp.down.weight", "experts.down.weight")
 
 
 class InitialWeights(Protocol):
@@ -79,6 +79,9 @@ def initialize(
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
     | every other matrix, both embeddings, sinks | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
+    | linear attention: convolution | even within 1 / sqrt(positions) | as torch does |
+    | linear attention: decay | log of 1 to 16, even | as in Mamba-2 (arXiv 2405.21060) |
+    | linear attention: its bias | steps of 0.001 to 0.1, even in their log, before softplus | as in Mamba-2 |
     | A of adapters | even within 1 / sqrt(inputs) | as PEFT does; B is 0, so that they add nothing at first |
     | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |
     """
@@ -90,10 +93,24 @@ def initialize(
                 bound = 1 / math.sqrt(parameter.spec.shape[1])
                 uniform_slice(parameter.spec, seed=seed, bound=bound, out=parameter.spec.unpadded(parameter))
         elif name.endswith("norm.weight"):
-            parameter.fill_(0.0 if config.layernorm_1p else 1.0)
+            parameter.fill_(0.0 if config.layernorm_1p and not name.endswith("value_norm.weight") else 1.0)
+        elif name.endswith(".conv"):
+            uniform_slice(parameter.spec, seed=seed, bound=1 / math.sqrt(parameter.spec.shape[-1]), out=parameter)
+        elif name.endswith(("log_decay", "decay_bias")):
+            _initialize_decay(parameter, seed=seed)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
             if is_hidden_matrix(name):
                 scale /= math.sqrt(width_ratio)
             values = parameter.spec.unpadded(parameter)
             normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=values)
+
+
+def _initialize_decay(parameter: ShardedParameter, *, seed: int) -> None:
+    uniform_slice(parameter.spec, seed=seed, bound=1.0, out=parameter)
+    if parameter.spec.name.endswith("log_decay"):
+        parameter.mul_(7.5).add_(8.5).log_()
+        return
+    low, high = math.log(1e-3), math.log(1e-1)
+    steps = parameter.mul_((high - low) / 2).add_((high + low) / 2).exp()
+    parameter.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus gives the steps

@@ -34,9 +34,14 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     weights = sum(rows * columns for rows, columns in attention_matrices(config).values()) + mlp
     heads = config.num_attention_heads
     projected = (heads * (1 + config.attention_output_gate) + 2 * config.query_groups) * config.head_size
-    split_biases = (into * f if config.mlp_bias else 0) + (projected if config.qkv_bias else 0)
-    split_biases += heads if config.softmax_type == "learnable" else 0
-    whole_biases = (config.mlp_bias + config.attention_output_bias) * h
+    split_biases = into * f if config.mlp_bias else 0
+    whole_biases = config.mlp_bias * h
+    if config.is_linear:  # the convolution, and two numbers of each head's decay
+        keys, values = config.linear_widths
+        split_biases += (2 * keys + values) * config.linear_conv_kernel_dim + 2 * config.linear_num_value_heads
+    else:
+        split_biases += (projected if config.qkv_bias else 0) + (heads if config.softmax_type == "learnable" else 0)
+        whole_biases += config.attention_output_bias * h
     whole = whole_biases + whole_attention_parameters(config) + config.block_norms * norm_parameters(config)
     return (weights + split_biases) // t + whole + mixture
 
@@ -52,6 +57,9 @@ def prediction_parameters(config: ResolvedModel, depth: int, tp: int | None = No
 def attention_matrices(config: ResolvedModel) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the matrices of attention that tensor-parallel ranks split, by name; the output is last."""
     h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
+    if config.is_linear:
+        keys, values = config.linear_widths
+        return {"qkvz": (2 * (keys + values), h), "out": (h, values)}
     if not config.multi_latent_attention:
         gate = {"gate": (n * d, h)} if config.attention_output_gate else {}
         return {"qkv": ((n + 2 * config.query_groups) * d, h), **gate, "output": (h, n * d)}
@@ -62,7 +70,9 @@ def attention_matrices(config: ResolvedModel) -> dict[str, tuple[int, int]]:
 
 
 def short_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
-    """Those of latent attention that every rank holds: h -> the short vectors."""
+    """Those that every rank holds: h -> the short vectors of latent attention, the rates of linear attention."""
+    if config.is_linear:
+        return [(2 * config.linear_num_value_heads, config.hidden_size)]
     if not config.multi_latent_attention:
         return []
     widths = [*filter(None, [config.q_lora_rank]), config.kv_lora_rank + config.qk_rope_head_dim]
@@ -138,7 +148,10 @@ def vocabulary_rows(config: ResolvedModel, tp: int | None = None) -> int:
 
 
 def head_norm_parameters(config: ResolvedModel) -> int:
-    """The norms of queries and of keys: one for all heads, one for each, or of all together; or of short vectors."""
+    """The norms of queries and of keys: one for all heads, one for each, or of all together; or of short vectors; or
+    that of the values of linear attention."""
+    if config.is_linear:
+        return config.linear_value_head_dim
     if not config.qk_layernorm:
         return 0
     if config.multi_latent_attention:

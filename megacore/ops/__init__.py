@@ -22,6 +22,7 @@ from megacore.ops.attention import (
     resolved,
     slower_attention,
 )
+from megacore.ops.delta_rule import causal_convolution, gated_delta_rule
 from megacore.ops.dispatch import (
     Choice,
     choose_kernels,
@@ -61,12 +62,14 @@ __all__ = [
     "attention",
     "attention_backend",
     "bias_gelu",
+    "causal_convolution",
     "choose_kernels",
     "clamped_swiglu",
     "cross_entropy",
     "dropout_add",
     "dropout_mask",
     "fused_softmax",
+    "gated_delta_rule",
     "geglu",
     "gelu",
     "implementations",

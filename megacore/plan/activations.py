@@ -50,6 +50,8 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
         heads = 4 * block.num_attention_heads
         short = 2 * e * tokens * (block.kv_lora_rank + (block.q_lora_rank or 0))
     attention = e * tokens * heads * block.head_size / t + short
+    if block.is_linear:
+        attention = tokens * _linear_bytes(block, e, kept=recompute != "selective") / t
     draws_whole = on_cpu and block.attention_dropout > 0 and config.data.seq_length <= _LONGEST_WHOLE
     keeps_weights = config.training.attention == "fused-softmax" or draws_whole
     if keeps_weights and recompute != "selective":
@@ -62,6 +64,14 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     mlp = e * inner * (ACTIVATIONS[block.activation].kept - light)
     masks = 2 * residual / e if block.hidden_dropout and on_cpu else 0.0
     return norms + attention + mlp + routed + masks
+
+
+def _linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
+    """Of linear attention for a token: what it projects and its result, and in fp32 about what its chunks keep."""
+    keys, values = block.linear_widths
+    heads = block.linear_num_value_heads
+    wide = 4.0 * (10 * (2 * keys + values) + heads * (8 * block.linear_key_head_dim + 6 * 64) + 8 * values)
+    return e * (2 * keys + 3 * values) + kept * wide
 
 
 @once_per("layers")

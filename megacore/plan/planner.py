@@ -302,7 +302,7 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
     if hardware and config.training.recompute == "full":
         flops += s * sum(block_flops(block, s, attention=attention) for block in _computed_again(config))
     elif hardware and config.training.recompute == "selective":
-        keys = sum(number * min(s, block.window_size or s) for block, number in blocks_of(model))
+        keys = sum(number * min(s, block.window_size or s) for block, number in blocks_of(model) if not block.is_linear)
         width = (model.head_size + model.value_size) * (0.5 if attention == "causal" else 1.0)
         flops += s * 2.0 * keys * model.num_attention_heads * width
     return batch * flops

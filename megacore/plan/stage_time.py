@@ -240,6 +240,9 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     """Forward and backward of what lies between the projections."""
     t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
     tokens = config.training.micro_batch_size * config.rank_positions
+    if block.is_linear:
+        least = 6.0 * tokens * block.linear_widths[1] / t * block.linear_key_head_dim / speed.peak
+        return Parts(attention=least), Parts(attention=2.5 * least)
     heads, d = block.num_attention_heads / t, block.head_size
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d

@@ -158,6 +158,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     return replace(
         model,
         **short,
+        **_linear_heads(model, tp),
         preset=None,
         num_layers=layers,
         mtp_num_layers=min(model.mtp_num_layers, 2),
@@ -178,6 +179,19 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         # Activations and gradients keep about the size that they have in the whole model.
         init_method_std=min(0.5, model.init_method_std * math.sqrt(model.hidden_size / hidden)),
     )
+
+
+def _linear_heads(model: ResolvedModel, tp: int) -> dict[str, Any]:
+    """Sizes of narrow heads of linear attention; none where no block has it."""
+    if not model.has_linear:
+        return {}
+    groups = tp * min(model.linear_num_key_heads // tp, 2)
+    return {
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * min(model.linear_num_value_heads // model.linear_num_key_heads, 2),
+        "linear_key_head_dim": min(model.linear_key_head_dim, 8),
+        "linear_value_head_dim": min(model.linear_value_head_dim, 8),
+    }
 
 
 def _fewer_factors(text: str | None, pairs: int) -> str | None:

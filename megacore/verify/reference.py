@@ -218,9 +218,7 @@ def _check_view(steps: TrainStep) -> Check | None:
     stage.eval()
     b, s = microbatch.tokens.shape
     documents = getattr(microbatch, "documents", torch.zeros_like(microbatch.tokens))
-    reach = (
-        s if model.window_size is None or model.attention_pattern else model.num_layers * (model.window_size - 1) + 1
-    )
+    reach = s if model.window_size is None or model.layer_pattern else model.num_layers * (model.window_size - 1) + 1
     for place in (None, 0, s // 2 - 1, s - 1):
         tokens = microbatch.tokens.clone()
         if place is not None:

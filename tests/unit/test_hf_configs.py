@@ -59,7 +59,7 @@ def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, An
     assert {name: getattr(model, name) for name in fields} == fields
 
 
-NEAR = {"qwen3_next": "related ones that it has: qwen3_moe and qwen3; ", "llama4": "related ones that it has: llama; "}
+NEAR = {"qwen3_vl": "related ones that it has: qwen3 and qwen3_moe; ", "llama4": "related ones that it has: llama; "}
 
 
 @pytest.mark.parametrize("model_type, near", [*NEAR.items(), *((other, "") for other in (3, None, "zzz"))])

@@ -64,6 +64,7 @@ class Family:
     rules: Mapping[str, TensorRule]  # the tensors, by megacore's names
     aliases: Mapping[str, str]  # other ends of names under which files store a tensor -> the end of the name in `rules`
     buffers: tuple[str, ...]  # ends of names of constants that older files hold, which are no weights
+    unread: tuple[str, ...]  # beginnings of names of weights that transformers leaves out too, as is said
     ties: Mapping[str, str]  # a tensor of theirs that a tied model does not store -> the one that it is tied to
     # A tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
     unused: Mapping[str, str]

@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
+from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.rows import read_window
 
-_LETTERS = {"sliding_attention": WINDOW, "full_attention": FULL}
+_LETTERS = {"sliding_attention": WINDOW, "full_attention": FULL, "linear_attention": LINEAR}
 _MOST = 10_000  # layers
 
 
-def read_layer_types(reader: ConfigReader, layers: int) -> str | None:
-    """The letters of the file's layers, as of --attention-pattern; None where it has no valid list."""
+def read_layer_types(reader: ConfigReader, layers: int, other: str = WINDOW) -> str | None:
+    """The letters of the file's layers, as of --layer-pattern; None where it has no valid list. `other`: the letter of
+    those that the family has beside full attention."""
     types = reader.get("layer_types")
     if types is None:
         return None
-    if not isinstance(types, list) or not set(map(str, types)) <= _LETTERS.keys():
+    known = {name for name, letter in _LETTERS.items() if letter in (other, FULL)}
+    if not isinstance(types, list) or not set(map(str, types)) <= known:
         reader.problem("layer_types", "has kinds of layers that megacore does not know")
         return None
     if len(types) != layers:
@@ -29,10 +31,10 @@ def read_layer_types(reader: ConfigReader, layers: int) -> str | None:
     return "".join(_LETTERS[one] for one in types)
 
 
-def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str) -> str:
-    """The letters of the layers, of which each last one of a period has no window where the file has no `layer_types`.
-    `name`: the field that has it."""
-    kinds = read_layer_types(reader, layers)
+def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str, other: str = WINDOW) -> str:
+    """The letters of the layers, of which each last one of a period has full attention where the file has no
+    `layer_types`. `name`: the field that has it. `other`: as for `read_layer_types`."""
+    kinds = read_layer_types(reader, layers, other)
     if kinds is not None:
         return kinds
     if not 0 < layers <= _MOST:
@@ -40,7 +42,20 @@ def _read_kinds(reader: ConfigReader, layers: int, period: Any, name: str) -> st
     if type(period) is not int or not 0 < period <= _MOST:
         reader.problem(name, f"is {str(period)[:40]!r}, not a number of layers")
         return FULL
-    return repeated(WINDOW * (period - 1) + FULL, layers)
+    return repeated(other * (period - 1) + FULL, layers)
+
+
+class LinearLayers:
+    """Qwen3-Next's: linear attention in all layers but each last one of an interval."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        interval = reader.get("full_attention_interval", 4)  # which transformers reads where there is no list
+        return pattern_fields(
+            _read_kinds(reader, ours["num_layers"], interval, "full_attention_interval", LINEAR), None
+        )
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        return {"layer_types": write_layer_types(config)}
 
 
 def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
@@ -48,14 +63,14 @@ def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
     is_mixed = len(set(kinds)) > 1 or kinds.strip(WINDOW + FULL) != ""
     return {
         "window_size": window if WINDOW in kinds else None,
-        "attention_pattern": pattern_of(kinds) if is_mixed else None,
+        "layer_pattern": pattern_of(kinds) if is_mixed else None,
     }
 
 
 def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | None:
     """`layer_types` of a model; None where it has layers of other kinds. `full`: the letter of the family's layers of
     full attention."""
-    names = {WINDOW: "sliding_attention", full: "full_attention"}
+    names = {WINDOW: "sliding_attention", LINEAR: "linear_attention", full: "full_attention"}
     kinds = config.attention_kinds
     return [names[one] for one in kinds] if set(kinds) <= names.keys() else None
 
@@ -121,7 +136,7 @@ class QwenWindows:
         values: dict[str, Any] = {"use_sliding_window": uses, "sliding_window": config.window_size}
         if self.layers == "all":
             return values
-        if config.attention_pattern is not None or (uses and self.layers == "alternate"):
+        if config.layer_pattern is not None or (uses and self.layers == "alternate"):
             return values | {"layer_types": write_layer_types(config)}
         return values | ({"max_window_layers": 0} if uses else {})
 

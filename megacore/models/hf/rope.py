@@ -216,7 +216,7 @@ class RotatedDimensions:
 
 def settle_rotation(ours: dict[str, Any]) -> None:
     """Make one rotation of two where all layers are of one kind; else megacore has a base of layers with a window."""
-    if "window_rotary_base" not in ours or ours.get("attention_pattern") is not None:
+    if "window_rotary_base" not in ours or ours.get("layer_pattern") is not None:
         return
     base = ours.pop("window_rotary_base")
     if base is not None and ours.get("window_size") is not None:  # every layer has a window, which is never scaled

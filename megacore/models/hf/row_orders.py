@@ -93,6 +93,33 @@ def _neighbouring_q_k_v_runs(config: ResolvedModel) -> Iterator[Run]:
             yield run
 
 
+def _gated_q_k_v_runs(config: ResolvedModel) -> Iterator[Run]:
+    size = config.head_size
+    for run in q_k_v_runs(config):
+        for head in range(run.start, run.stop, size) if run.source == 0 else ():
+            yield Run(source=0, start=2 * head, stop=2 * head + size)
+        if run.source:
+            yield run
+
+
+def _gate_runs(config: ResolvedModel) -> Iterator[Run]:
+    size = config.head_size
+    for head in range(config.num_attention_heads):
+        yield Run(source=0, start=(2 * head + 1) * size, stop=(2 * head + 2) * size)
+
+
+def _gated_sizes(config: ResolvedModel) -> tuple[int, ...]:
+    query, key, value = _q_k_v_sizes(config)
+    return 2 * query, key, value
+
+
+def _group_runs(config: ResolvedModel) -> Iterator[Run]:
+    (keys, values), groups = config.linear_widths, config.linear_num_key_heads
+    for g in range(groups):
+        for offset, size in ((0, keys // groups), (keys, keys // groups), (2 * keys, values // groups)):
+            yield Run(source=0, start=offset + g * size, stop=offset + (g + 1) * size)
+
+
 def _latent_query_runs(config: ResolvedModel) -> Iterator[Run]:
     for head in range(config.num_attention_heads):
         start = head * config.head_size
@@ -135,6 +162,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "second_half": _half(1),
     "first_of_pairs": _of_pair(0),
     "second_of_pairs": _of_pair(1),
+    "gated_q_k_v": Layout(_gated_sizes, _gated_q_k_v_runs),
+    "gates_of_queries": Layout(lambda config: _gated_sizes(config)[:1], _gate_runs),
+    "stacked_groups": Layout(lambda config: (2 * config.linear_widths[0] + config.linear_widths[1],), _group_runs),
     "latent_queries": Layout(lambda config: (config.num_attention_heads * config.head_size,), _latent_query_runs),
     "latent_keys_and_values": Layout(
         lambda config: (config.kv_lora_rank + config.qk_rope_head_dim,), _latent_key_value_runs
