@@ -103,24 +103,25 @@ def steps(gpus: int, training: dict[str, int]) -> dict[str, str]:
     if gpus:
         runs = {f"train on {gpus} GPU{'s' * (gpus > 1)}": train(layout_for(gpus), f"--output-dir {RUN}", training)}
     else:
-        first = f"--micro-batch-size 2 --trace --exit-interval {FIRST_STEPS}"
+        first = f"--micro-batch-size 2 --log-interval 5 --trace --exit-interval {FIRST_STEPS}"
+        alone = "another run: the same steps on one process, to compare losses (about 15 s)"
         parts = {
-            f"train: the first {FIRST_STEPS} steps on 8 processes": (layout_for(0), f"{RUN} {first}"),
-            "the same steps on one process, to compare losses": (Layout(tp=1, pp=1, dp=1), f"{ALONE} {first}"),
-            "train: the other steps on 2 processes": (Layout(tp=1, pp=1, dp=2), f"{RUN} --load auto"),
+            f"train: the first {FIRST_STEPS} steps on 8 processes (about 30 s)": (layout_for(0), f"{RUN} {first}"),
+            alone: (Layout(tp=1, pp=1, dp=1), f"{ALONE} {first}"),
+            "train: the other steps on 2 processes (about 4 minutes)": (Layout(tp=1, pp=1, dp=2), f"{RUN} --load auto"),
         }
         runs = {title: train(layout, f"--output-dir {flags}", training) for title, (layout, flags) in parts.items()}
     return {
         "clear the runs of an earlier quick start": f"rm -rf {RUN} {ALONE}",
-        "collect a corpus: English from docstrings": f"{python} tools/quickstart.py corpus",
-        "train a tokenizer": f"{python} tools/train_tokenizer.py --input {CORPUS} --model bpe "
+        "collect a corpus: English from docstrings (about 20 s)": f"{python} tools/quickstart.py corpus",
+        "train a tokenizer (about 5 s)": f"{python} tools/train_tokenizer.py --input {CORPUS} --model bpe "
         f"--vocab-size {VOCAB_SIZE} --output {TOKENIZER} --overwrite",
-        "tokenize": f"{python} tools/preprocess_data.py --input {CORPUS} --tokenizer {TOKENIZER} "
+        "tokenize (about 5 s)": f"{python} tools/preprocess_data.py --input {CORPUS} --tokenizer {TOKENIZER} "
         f"--output-prefix {DATASET} --append-eod --workers 2",
         **runs,
-        "write a page about the run": f"{python} tools/report.py {RUN}",
-        "generate": f"{python} tools/generate.py {RUN} --prompt '{PROMPT}' --max-new-tokens 80 --temperature 0.8 "
-        "--top-p 0.9 --seed 1",
+        "write a page about the run (about 3 s)": f"{python} tools/report.py {RUN}",
+        "generate (about 5 s)": f"{python} tools/generate.py {RUN} --prompt '{PROMPT}' --max-new-tokens 80 "
+        "--temperature 0.8 --top-p 0.9 --seed 1",
     }
 
 
@@ -199,21 +200,25 @@ def summary(run: Path, alone: Path) -> str:
         run: the run's output directory.
         alone: that of the first steps on one process, if there was such a run.
     """
-    series: dict[str, list[float]] = {}
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        for name, value in json.loads(line).items():
-            series.setdefault(name, []).append(value)
-    losses, rates = series["train/loss"], series["train/lr"]
+    losses, held_out = _series(run, "train/loss"), _series(run, "eval/loss")
+    last, curve = max(losses), list(losses.values())
     lines = [
-        f"  loss           {losses[0]:.2f} {bars(losses)} {losses[-1]:.2f} over {series['step'][-1]:,} steps",
-        f"  learning rate       {bars(rates)}",
+        f"  loss           {curve[0]:.2f} {bars(curve)} {curve[-1]:.2f} over {last:,} steps",
+        f"  learning rate       {bars(list(_series(run, 'train/lr').values()))}",
     ]
     if alone.exists():
-        one = json.loads((alone / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])["train/loss"]
-        lines.append(f"  same loss at step {FIRST_STEPS}: {losses[0]:.4f} on 8 processes, {one:.4f} on one")
-    if held_out := series.get("eval/loss"):
-        lines.append(f"  held-out loss  {held_out[-1]:.3f} nats per token (guessing gives {math.log(VOCAB_SIZE):.3f})")
+        here, there = (f"{_series(path, 'train/loss')[FIRST_STEPS]:.4f}" for path in (run, alone))
+        lines.append(f"  same loss at step {FIRST_STEPS}: {here} on 8 processes, {there} on one")
+    if held_out:
+        guess = f"guessing gives {math.log(VOCAB_SIZE):.3f}"
+        lines.append(f"  held-out loss  {held_out[max(held_out)]:.3f} nats per token ({guess})")
     return "\n".join(lines)
+
+
+def _series(run: Path, name: str) -> dict[int, float]:
+    """The values of a metric by step."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {record["step"]: record[name] for record in records if name in record}
 
 
 def bars(values: Sequence[float]) -> str:
@@ -225,12 +230,17 @@ def bars(values: Sequence[float]) -> str:
 def run_all(gpus: int) -> int:
     """Print and run every command; stop at the first that fails, with its status."""
     started = time.monotonic()
+    if not gpus:
+        cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+        slow = ": it will take longer" if cores - load < 1.5 else ""
+        print(f"quick start: about 6 minutes on 2 free cores; {cores} cores here, load {load:.1f}{slow}", flush=True)
     with (ROOT / CONFIG).open("rb") as file:
         commands = steps(gpus, tomllib.load(file)["training"])
     for number, (title, line) in enumerate(commands.items(), start=1):
         print(f"\n[{number}/{len(commands)}] {title}\n$ {line}", flush=True)
         if status := subprocess.run(line, shell=True, cwd=ROOT, check=False).returncode:
-            print(f"\nquickstart: step {number} ({title}) ended with status {status}:\n  {line}", file=sys.stderr)
+            way = "\nThe same command continues from the newest checkpoint." if "--load auto" in line else ""
+            print(f"\nquickstart: step {number} ({title}) ended with status {status}:\n  {line}{way}", file=sys.stderr)
             return status
     print(f"\ndone in {(time.monotonic() - started) / 60:.1f} minutes\n{summary(ROOT / RUN, ROOT / ALONE)}")
     print(f"{RUN}/report.html shows the curves and the pipeline; {RUN}/step_*/ has the weights.")
