@@ -1,7 +1,7 @@
 """Check by coordinates that muP makes activations independent of the width, and draw it.
 
     python tools/mup_check.py -o mup.svg
-    python tools/mup_check.py --widths 64 128 256 512 --lr 0.01 -o mup.png
+    python tools/mup_check.py --widths 64 128 256 512 --optimizer muon --lr 0.01 -o mup.png
 
 Models of several widths take a few steps on generated tokens, with muP and without. The tool prints by how much the
 hidden states after the last block and the logits have changed since the first step (mean magnitude), and the slope of
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, TrainingConfig
+from megacore.config.model import MUP_OPTIMIZERS
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import Microbatch
 from megacore.drawing.canvas import require_writable, save
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.flag("--widths N", widths, positive, [64, 128, 256, 512], nargs="+")
     parser.flag("--steps N", "steps of each model", positive, 5)
     parser.flag("--lr X", "learning rate at the base width", float, 0.01)
+    parser.add_argument("--optimizer", choices=MUP_OPTIMIZERS, default="adamw", help="the optimizer")
     parser.flag("-o --output FILE", ".svg, or .png with matplotlib. Default: none.", Path)
     return run_tool(parser, argv, _check)
 
@@ -66,7 +68,7 @@ def _check(args: argparse.Namespace) -> None:
     panels = []
     print("".ljust(28), *(f"{width:>10}" for width in widths), "     slope")
     for base in (widths[0], None):
-        found = [changes(width, base, steps=args.steps, lr=args.lr) for width in widths]
+        found = [changes(width, base, steps=args.steps, lr=args.lr, optimizer=args.optimizer) for width in widths]
         for number, quantity in enumerate(QUANTITIES):
             sizes = [change[number] for change in found]
             title = f"{quantity}, {'muP' if base else 'without muP'}"
@@ -78,7 +80,7 @@ def _check(args: argparse.Namespace) -> None:
         print(args.output)
 
 
-def changes(width: int, base: int | None, *, steps: int, lr: float) -> tuple[float, float]:
+def changes(width: int, base: int | None, *, steps: int, lr: float, optimizer: str) -> tuple[float, float]:
     """The mean magnitude of the change of hidden states and logits.
 
     Args:
@@ -86,12 +88,14 @@ def changes(width: int, base: int | None, *, steps: int, lr: float) -> tuple[flo
         base: base width of muP; None: without muP.
         steps: of training.
         lr: learning rate, at the base width.
+        optimizer: its name.
     """
     with tempfile.TemporaryDirectory() as directory:
         values = {
             "num_layers": _LAYERS, "hidden_size": width, "num_attention_heads": width // _HEAD, "vocab_size": _VOCAB,
             "mup_base_width": base, "device": "cpu", "mock_data": True, "seq_length": _SEQUENCE, "lr": lr,
-            "lr_decay_style": "constant", "clip_grad": 0.0, "micro_batch_size": _BATCH, "global_batch_size": _BATCH,
+            "optimizer": optimizer, "lr_decay_style": "constant", "clip_grad": 0.0,
+            "micro_batch_size": _BATCH, "global_batch_size": _BATCH,
         }  # fmt: skip
         training = TrainingConfig(train_iters=steps, output_dir=directory)
         config = Config(training=training).with_values(values).resolve(1)

@@ -601,6 +601,7 @@ DATA_RULES: Sequence[Rule] = (
     Excludes("pretrained_checkpoint init_from_hf"),
     Excludes("load_optim load=None", "--no-load-optim has no effect without --load", OUT),
     Excludes("preset init_from_hf", "{0} has no effect with {1}, which sets the shape", OUT),
+    Excludes("recipe init_from_hf", "{0} is for a model that begins with initial values, and not with {1}", OUT),
 )
 
 # ---- optimizer and number formats ------------------------------------------------------------------------------------

@@ -499,7 +499,7 @@ def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
 # one width apply at any other: with the width, the initial values and learning rates of hidden matrices shrink, and so
 # do logits and attention scores. At the base width the model is the usual one.
 
-MUP_OPTIMIZERS = ("adamw", "adam", "lion")
+MUP_OPTIMIZERS = ("adamw", "adam", "lion", "muon")
 """Those for whose learning rates it has rules."""
 
 

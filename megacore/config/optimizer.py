@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.lr_styles import LR_DECAY_STYLES
 from megacore.config.messages import number
-from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
+from megacore.config.presets import RECIPES
 from megacore.config.rules import OUT, AtMost, Excludes, Needs, Rule, Settings
 from megacore.config.spelling import flag
 
@@ -80,6 +81,9 @@ class OptimizerConfig(Section):
     lion: Lion. lamb: LAMB. onebitadam: 1-bit Adam. onebitlamb: 1-bit LAMB. muon: Muon for the matrices of blocks, AdamW
     for the rest. adafactor: Adafactor. Its settings are parameters, which the section of its name lists
     (docs/reference/optimizers.md)."""
+    recipe: Annotated[str | None, Choices(RECIPES)] = None
+    """Sets optimizer, rates and initial values for a model of any shape. fast: Muon, a linear decay and muP
+    (docs/reference/optimizers.md). Default: none."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -162,13 +166,14 @@ class OptimizerConfig(Section):
         end = self.end_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=end, decoupled_lr=None, decoupled_min_lr=None)
 
-    def parameter_groups(self, num_layers: int, *, width_ratio: float = 1.0) -> ParameterGroups:
+    def parameter_groups(self, num_layers: int, *, width_ratio: float, settings: OptimizerSettings) -> ParameterGroups:
         return ParameterGroups(
             rules=parse_rules(self.param_group),
             layer_decay=self.lr_layer_decay,
             num_layers=num_layers,
             decoupled=self.decoupled_lr is not None,
             width_ratio=width_ratio,
+            settings=settings,
         )
 
 

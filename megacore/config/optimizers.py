@@ -83,6 +83,10 @@ class OptimizerSettings(Section):
         it."""
         return False
 
+    def width_power(self, name: str) -> float:
+        """The power of the width that muP divides the learning rate of a matrix of blocks by, given its global name."""
+        return 1.0
+
     def direction_bytes(self, precision: str) -> int:
         """Bytes of an element of the direction in which `joins_slices` moves a matrix, by --precision."""
         return 4
@@ -275,6 +279,13 @@ class MuonConfig(OptimizerSettings):
         is_matrix = len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
         is_matrix = is_matrix and not name.endswith("bias")  # of experts, a vector each
         return is_matrix and min(shape[-2:]) > 1 and fnmatchcase(name, self.muon_parameters)
+
+    def width_power(self, name: str) -> float:
+        # The spectral norm of a step should not depend on the width (Yang et al. 2023, arXiv 2310.17813). That of an
+        # orthogonal matrix is 1, so that only sqrt(max(r, c)) is to be undone.
+        if not fnmatchcase(name, self.muon_parameters):
+            return super().width_power(name)
+        return 0.5 if self.muon_scale_mode == "spectral" else 0.0
 
     def direction_bytes(self, precision: str) -> int:
         narrow = self.muon_ns_dtype == "bf16" or (self.muon_ns_dtype == "auto" and precision != "fp32")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from megacore.config.numbers import parse_float
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 FREEZE = "freeze"
@@ -51,8 +52,9 @@ class ParameterGroups:
     num_layers: int = 0
     decoupled: bool = False  # whether the token embedding and the output layer have a learning rate of their own
     # How many times as wide as the base of muP the model is: matrices of blocks learn at the learning rate divided by
-    # it. Their weight decay is multiplied by it, so that they decay as fast as at the base width.
+    # a power of it. Their weight decay is multiplied by that, so that they decay as fast as at the base width.
     width_ratio: float = 1.0
+    settings: OptimizerSettings = field(default_factory=AdamWConfig)  # of the optimizer, which knows the power
 
     @property
     def is_uniform(self) -> bool:
@@ -61,7 +63,7 @@ class ParameterGroups:
     def scale_of(self, name: str) -> ParameterScale:
         scale = next((rule.scale for rule in self.rules if rule.matches(name)), USUAL)
         decay = self.layer_decay ** self._depth(name)
-        ratio = self.width_ratio if is_hidden_matrix(name) else 1.0
+        ratio = self.width_ratio ** self.settings.width_power(name) if is_hidden_matrix(name) else 1.0
         return replace(
             scale,
             lr=scale.lr * decay / ratio,

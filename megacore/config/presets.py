@@ -1,5 +1,5 @@
-"""Named models: `--preset NAME` sets the fields of a row of presets.toml; a configuration file and flags override it.
-`vocab_size` applies only without a tokenizer."""
+"""Named models and recipes: `--preset NAME` and `--recipe NAME` set the fields of a row of presets.toml; a
+configuration file and flags override them. `vocab_size` applies only without a tokenizer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def _presets(program: str) -> dict[str, Shape]:
 GPT_PRESETS = _presets("gpt")
 BERT_PRESETS = _presets("bert")
 PRESETS = {**GPT_PRESETS, **BERT_PRESETS}
+RECIPES = _TABLES["recipes"]
+"""How a model of any shape is trained; they override presets."""
 
 
 def preset_problem(name: str, accepted: Mapping[str, Shape]) -> str:

@@ -148,7 +148,9 @@ class Config:
     @property
     def parameter_groups(self) -> ParameterGroups:
         """The scale of every parameter's learning rate and weight decay."""
-        return self.optimizer.parameter_groups(self.model.num_layers, width_ratio=self.width_ratio)
+        return self.optimizer.parameter_groups(
+            self.model.num_layers, width_ratio=self.width_ratio, settings=self.optimizer_settings
+        )
 
     @property
     def kept_per_parameter(self) -> float:
@@ -158,7 +160,8 @@ class Config:
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Values by field that replace the defaults of the sections. They may depend on the given values."""
-        return {"virtual_stages": 2} if given.get("schedule") in V_SCHEDULES else {}
+        values = {"virtual_stages": 2} if given.get("schedule") in V_SCHEDULES else {}
+        return values | ({"lr_warmup_iters": (given.get("train_iters") or 0) // 50} if given.get("recipe") else {})
 
     @classmethod
     def all_defaults(cls) -> dict[str, dict[str, Any]]:

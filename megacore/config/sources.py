@@ -1,7 +1,7 @@
 """Where the values of a configuration come from, and what a user is told of those that no flag sets.
 
 Each source counts more than those before it: defaults of the entry point < those of another trainer, for its scripts <
---preset < the run that is continued < a file that describes the model < --config < flags.
+--preset < --recipe < the run that is continued < a file that describes the model < --config < flags.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.other_trainers import other_trainers
+from megacore.config.presets import RECIPES
 from megacore.config.schema import Config, ResolvedConfig, sections_of
 from megacore.config.spelling import flag_and_value
 
@@ -42,6 +43,7 @@ def built(kind: type[C], given: Mapping[str, Any], **defaults: Mapping[str, Any]
     if given.get("tokenizer") is not None:
         # The tokenizer knows better: a preset's size would pad or cut its vocabulary.
         preset.pop("vocab_size", None)
+    preset |= RECIPES.get(given.get("recipe") or "", {})
     theirs, former = defaults.get("theirs", {}), defaults.get("former", {})
     # The order is the precedence: each source overrides those before it.
     below = {**kind.defaults({**preset, **given}), **theirs, **preset, **former}
@@ -87,6 +89,7 @@ class Sources(Generic[C]):
         """What to tell the user of a configuration that is valid."""
         yield from self.notes
         yield from self._overridden_preset()
+        yield from self._recipe()
         if config.has_whole_backwards:
             yield (
                 "--schedule zero-bubble: --recompute full would compute a block again for each of its operators, so "
@@ -130,6 +133,15 @@ class Sources(Generic[C]):
         if changed:
             yield f"--config {self.path} overrides --preset {flags['preset']}: {', '.join(changed)}"
 
+    def _recipe(self) -> Iterator[str]:
+        """What the recipe sets, and what the user gives instead."""
+        name = self.given.get("recipe")
+        if name is not None:
+            given, row = self.given, RECIPES[name]
+            kept = [flag_and_value(field, value) for field, value in row.items() if given.get(field, value) == value]
+            other = [flag_and_value(field, given[field]) for field in row if given.get(field, row[field]) != row[field]]
+            yield f"--recipe {name}: {', '.join(kept)}" + (f"; given instead: {', '.join(other)}" if other else "")
+
     def _kept_although_derived(self) -> Iterator[str]:
         """The fields that followed from others in the run that wrote the file, and that flags would change."""
         kept = [name for name in _DERIVED if name in self.file.values and name not in self.flags.values]
@@ -152,6 +164,10 @@ class Sources(Generic[C]):
             if name not in self.given and name not in self.former:
                 text = flag_and_value(name, value)
                 problem = re.sub(rf"^{re.escape(text)}(?= )", f"{text} (Megatron-LM's default)", problem)
+        for name, value in RECIPES.get(self.given.get("recipe") or "", {}).items():
+            if name not in self.given:
+                text = flag_and_value(name, value)
+                problem = re.sub(rf"^{re.escape(text)}(?= )", f"{text} (of --recipe {self.given['recipe']})", problem)
         return problem
 
 

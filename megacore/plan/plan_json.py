@@ -19,6 +19,7 @@ from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertSection
 from megacore.config.fields import field_infos
 from megacore.config.optimizers import OPTIMIZERS
+from megacore.config.presets import RECIPES
 from megacore.config.schema import sections_of
 from megacore.config.spelling import flag_and_value
 from megacore.models.flops import idle_parameters
@@ -243,6 +244,7 @@ def _usual(config: ResolvedConfig) -> dict[str, Any]:
     style = {"bert_style": bert.bert_style} if (bert := getattr(config, "bert", None)) else {}
     task = {"sentence_task": BertSection(**style).resolve().sentence_task}
     usual = {**task, **config.defaults(given), **config.presets.get(config.model.preset or "", {})}
+    usual |= RECIPES.get(config.optimizer.recipe or "", {})
     sizes = [name for name in ResolvedModel.__annotations__ if name in field_infos(ModelConfig)]
     values = {name: getattr(config.model, name) for name in field_infos(ModelConfig)}
     model = ModelConfig(**values | {name: usual.get(name) for name in sizes})

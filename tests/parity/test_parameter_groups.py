@@ -140,10 +140,12 @@ def test_the_resolved_configuration_is_resolved_to_itself(tmp_path: Path) -> Non
     assert config.resolve(1) == config
 
 
-def test_changes_do_not_depend_on_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_changes_do_not_depend_on_the_width(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The coordinate check: Yang et al. 2022, appendix D.1."""
     picture = tmp_path / "mup.svg"
-    assert mup_check.main(["--widths", "32", "64", "128", "--steps", "4", "-o", str(picture)]) == 0
+    words = ["--widths", "32", "64", "128", "--steps", "4", "--optimizer", optimizer, "-o", str(picture)]
+    assert mup_check.main(words) == 0
     rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:5]]
     hidden, logits, usual_hidden, usual_logits = (float(slope) for _, slope in rows)
     assert abs(hidden) < 0.2
