@@ -235,7 +235,7 @@ def rows(found: dict[str, list[list[Point]]]) -> Iterator[tuple[object, ...]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser(prog="benchmarks.learn", description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = ToolParser(prog="learn.py", description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.flag("--text FILE", f"the text. Default: the documents of {CORPUS}.", Path, CORPUS)
     parser.flag("--iters N", "steps of nanogpt", positive, 2000)
     parser.flag("--our-iters N", f"those of megacore and torch. Default: --iters / {PART}.", positive)
