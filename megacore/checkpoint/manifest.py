@@ -25,7 +25,7 @@ from megacore.checkpoint.directory import (
     step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, open_regular
-from megacore.config import Config, ExpertsConfig, LoraConfig, ResolvedModel
+from megacore.config import SECTIONS, Config, ExpertsConfig, LoraConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 from megacore.remote import L, Location, location
@@ -228,7 +228,7 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
             counters={name: _counter(raw["counters"], name) for name in _take(raw, "counters", dict)},
             series={name: _numbers(raw["series"], name) for name in _take({"series": {}} | raw, "series", dict)},
             topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
-            config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
+            config={name: _section(raw["config"], name) for name in _take(raw, "config", dict)},
             files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
             tensors={kind: _table(raw["tensors"], kind) for kind in _take(raw, "tensors", dict)},
             manifest_sha256=_take(raw, "manifest_sha256", str),
@@ -336,6 +336,12 @@ def _numbers(series: Any, name: str) -> list[float]:
     if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
         raise ValueError(f"series.{name} is not a list of numbers")
     return [float(value) for value in values]
+
+
+def _section(config: Any, name: str) -> dict[str, Any]:
+    """A section of the configuration, each field by the name that it has now."""
+    names = SECTIONS[name].former_names if name in SECTIONS else {}
+    return {names.get(key, key): value for key, value in _take(config, name, dict, "config.").items()}
 
 
 def _file_entry(files: Any, name: str) -> FileEntry:

@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from megacore import progress
 from megacore.checkpoint import lock as lock_module
-from megacore.checkpoint.check import changed_settings, check_settings
+from megacore.checkpoint.check import changed_settings, check_settings, settings_to_continue
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import expired, free_name, next_serial, pointed_to, step_of, sweep, temporary_name
 from megacore.checkpoint.directory import published as checkpoints_in
@@ -35,7 +35,16 @@ from megacore.checkpoint.directory import published as published_steps
 from megacore.checkpoint.files import FileEntry, describe, verify
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.lock import WriterLock, sees_lock
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, is_tiled, marked_in_doubt, read_manifest, sealed
+from megacore.checkpoint.manifest import (
+    Manifest,
+    Piece,
+    TensorEntry,
+    is_tiled,
+    marked_in_doubt,
+    read_manifest,
+    sealed,
+    section_of,
+)
 from megacore.checkpoint.storage import LocalRun, write_tensors
 from megacore.checkpoint.tensor_file import TensorWriter, read_slice, read_tensor
 from megacore.checkpoint.tensor_header import read_header
@@ -308,6 +317,13 @@ def test_another_schedule_is_refused_where_it_must_be_the_same(min_lr: float, gi
     differs = pytest.raises(CheckpointError, match=r"differ \(there -> here\): --min-lr 0.1 -> 0.2: use the values")
     with differs if given and min_lr != 0.1 else contextlib.nullcontext():
         check_settings(config, Path("step_3"), dataclasses.replace(WRITTEN, config=settings))
+
+
+def test_a_field_of_a_manifest_has_the_name_of_this_version(tmp_path: Path) -> None:
+    model = {"num_layers": 2, "attention_pattern": "w,f", "window_size": 4}
+    manifest = read_with(tmp_path, ("config", "model"), model)
+    assert section_of(manifest, tmp_path, "model", ModelConfig).layer_pattern == "w,f"
+    assert settings_to_continue({"load": str(tmp_path)}) == {"num_layers": 2, "layer_pattern": "w,f", "window_size": 4}
 
 
 def places(value: Any, here: Place = ()) -> Iterator[Place]:
