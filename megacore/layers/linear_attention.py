@@ -151,6 +151,7 @@ class GatedDeltaNet(ShardedModule):
         """The last positions of the chunk before each of this rank's, zeros before the first; None: it has all."""
         if self.sequence.group.size == 1 or length == 0:
             return None
+        assert x.shape[1] >= length, "a chunk has fewer positions than the next one's convolution reads of it"
         tails = self._of_all(x[:, x.shape[1] - length :])
         earlier = torch.cat([torch.zeros_like(tails[:1]), tails[:-1]])
         return self.sequence.take(earlier, 0).flatten(0, 1)

@@ -158,7 +158,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     return replace(
         model,
         **short,
-        **_linear_heads(model, tp),
+        **_linear(model, tp, divided, seq_length // (2 * config.parallel.cp)),
         preset=None,
         num_layers=layers,
         mtp_num_layers=min(model.mtp_num_layers, 2),
@@ -181,16 +181,19 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     )
 
 
-def _linear_heads(model: ResolvedModel, tp: int) -> dict[str, Any]:
-    """Sizes of narrow heads of linear attention; none where no block has it."""
+def _linear(model: ResolvedModel, tp: int, divided: int, chunk: int) -> dict[str, Any]:
+    """Sizes of narrow heads of linear attention, and of a convolution that `chunk` positions feed; none where no block
+    has it."""
     if not model.has_linear:
         return {}
-    groups = tp * min(model.linear_num_key_heads // tp, 2)
+    parts = tp * divided if model.linear_num_key_heads % (tp * divided) == 0 else tp
+    groups = parts * min(model.linear_num_key_heads // parts, 2)
     return {
         "linear_num_key_heads": groups,
         "linear_num_value_heads": groups * min(model.linear_num_value_heads // model.linear_num_key_heads, 2),
         "linear_key_head_dim": min(model.linear_key_head_dim, 8),
         "linear_value_head_dim": min(model.linear_value_head_dim, 8),
+        "linear_conv_kernel_dim": min(model.linear_conv_kernel_dim, chunk + 1),
     }
 
 
