@@ -233,6 +233,8 @@ def _described(
         "parameters": plan.parameters,
         "shape": {name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_attention_heads")},
         "tokens": tokens,
+        "tokens_per_parameter": tokens / counted,
+        "law": "published" if args.ladder is None else "ladder",
         "train_iters": steps,
         "global_batch_size": batch,
         "seq_length": length,
@@ -254,10 +256,11 @@ def _described(
 def _in_words(run: Mapping[str, Any]) -> Iterator[str]:
     layers, width, heads = run["shape"].values()
     hours, usd, loss = ([run[name][key] for key in ("value", "low", "high")] for name in ("hours", "price", "loss"))
+    counted = " of the blocks" * (run["law"] == "ladder")
     assumed = "assumed" if run["is_price_assumed"] else "given"
     yield f"# {run['budget']['text']}\n"
     yield f"- model: {run['parameters']:,} parameters, {layers} layers of {width}, {heads} heads"
-    yield f"- data: {run['tokens']:,} tokens, {run['tokens'] / run['parameters']:,.3g} per parameter"
+    yield f"- data: {run['tokens']:,} tokens, {run['tokens_per_parameter']:,.3g} per parameter{counted}"
     yield f"- {run['train_iters']:,} steps of {run['global_batch_size']:,} sequences of {run['seq_length']:,}"
     yield f"- peak learning rate: {run['lr']:g}"
     yield f"- layout: {run['layout']}"

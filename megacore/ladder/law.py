@@ -1,7 +1,7 @@
 """The law of held-out losses: loss(N, D) = E + A / N^alpha + B / D^beta, of parameters N and tokens D.
 
 Fitted as approach 3 of Hoffmann et al. 2022 (arXiv 2203.15556): the Huber loss of the differences of log losses, from
-many starts. The interval is that of refits to losses with normal residuals of the size found (a parametric
+many starts. The interval is that of refits to losses with residuals drawn by the size found (a parametric
 bootstrap), with the residual of a further run.
 """
 
