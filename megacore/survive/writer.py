@@ -66,7 +66,7 @@ class StateInMemory(Callback):
         self._memory, self._generation = directory, generation
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
         self._files: list[dict[str, mmap.mmap]] = [{} for _ in range(SLOTS)]
-        self._targets: list[list[Tensor]] = [[] for _ in range(SLOTS)]
+        self._targets: list[list[Tensor] | None] = [None] * SLOTS  # None: not prepared; a rank may have no block
         self._tables, self._has_room = "", True
         self.seconds = 0.0  # that it has taken so far
 
@@ -95,15 +95,15 @@ class StateInMemory(Callback):
         slot, record = self._slots[number], record_of(mesh.world.rank)
         (slot / record).unlink(missing_ok=True)
         blocks = list(blocks_of(state, mesh))
-        if not self._targets[number]:
-            if not self._prepare(slot, number, blocks):
+        if (targets := self._targets[number]) is None:
+            if (targets := self._prepare(slot, number, blocks)) is None:
                 self._has_room = False
                 return
             if number == 0:
                 parts = 1 if self._peers is None else 2  # its own, and about as much of another rank
                 size = parts * SLOTS * sum(map(len, self._files[0].values())) / 2**20
                 self._trainer.say(f"  {'survive':<10}keeps two steps in {self._memory}, MiB of rank 0: {size:,.1f}")
-        for block, target in zip(blocks, self._targets[number], strict=True):
+        for block, target in zip(blocks, targets, strict=True):
             target.copy_(block.tensor)
         digests = {name: xxhash.xxh3_128(memory).hexdigest() for name, memory in self._files[number].items()}
         files = {
@@ -128,10 +128,10 @@ class StateInMemory(Callback):
             self._peers.start(slot, content, self._files[number])
         self._written += 1
 
-    def _prepare(self, slot: Path, number: int, blocks: list[Block]) -> bool:
+    def _prepare(self, slot: Path, number: int, blocks: list[Block]) -> list[Tensor] | None:
         """Make the files of a slot, with room in memory, and find where each block goes; all ranks call this. Where a
         generation after a failure finds no room, the step that it continued from goes first, and else nothing more is
-        kept: False. Raises StorageError where a run begins without room, or PeerFailed on the other ranks."""
+        kept: None. Raises StorageError where a run begins without room, or PeerFailed on the other ranks."""
         mesh, tables, files = self._trainer.mesh, dict[str, dict[str, object]](), dict[str, list[Block]]()
         for block in blocks:
             file = f"{block.kind}-{mesh.world.rank:05d}.{block.number}.safetensors"
@@ -160,7 +160,7 @@ class StateInMemory(Callback):
                 f"  {'warning':<10}{self._memory} has no room for copies of the state: a failure from now on goes back "
                 "to the last checkpoint on disk; give /dev/shm more memory (mount -o remount,size=...)"
             )
-            return False
+            return None
         if self._peers is not None:
             self._peers.rooms |= {slot / name: rooms[name] for name in arriving}
         self._files[number] = {file: rooms[file] for file in files}
@@ -171,8 +171,8 @@ class StateInMemory(Callback):
                 flat = torch.frombuffer(rooms[file], dtype=block.tensor.dtype, count=block.tensor.numel(), offset=at)
                 targets[block.kind, block.name, block.number] = flat.view(block.tensor.shape)
                 at += block.tensor.nbytes
-        self._targets[number] = [targets[block.kind, block.name, block.number] for block in blocks]
-        return True
+        self._targets[number] = found = [targets[block.kind, block.name, block.number] for block in blocks]
+        return found
 
     def _rooms(self, slot: Path, heads: Mapping[str, bytes], sizes: Mapping[str, int]) -> dict[str, mmap.mmap] | None:
         """New files of these sizes in memory; None, on all ranks, where one of them has no room."""

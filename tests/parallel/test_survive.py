@@ -113,6 +113,24 @@ def test_a_recovery_without_room_for_copies_goes_on(may_go: bool, tmp_path: Path
     run_distributed(partial(crowd, may_go=may_go), 2, str(tmp_path))
 
 
+def repeat(rank: int, world_size: int, directory: str) -> None:
+    """Keep a state of two tensors so often that both slots are used again."""
+    changes = {"lora_rank": 4, "lora_targets": "qkv_proj", "num_layers": 1, "optimizer": "sgd", "sgd_momentum": 0.0}
+    config = make_config((1, 1, world_size), directory, global_batch_size=6, **changes)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+    state = StateInMemory(trainer, memory.path, 0, 1, [0] * world_size)
+    for step in range(1, 5):
+        state.on_step_begin(trainer, step)
+    barrier(mesh.world)
+    memory.leave()
+
+
+def test_a_rank_without_anything_to_write_keeps_step_with_the_others(tmp_path: Path) -> None:
+    run_distributed(repeat, 3, str(tmp_path))
+
+
 def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     """A node, which is a directory here, has its parts and those of the node before it; one without any gets all."""
     config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4, zero_stage=3)
