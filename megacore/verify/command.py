@@ -182,6 +182,8 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
         added += ["--train-iters", "1000000"]  # no setting is beyond this run
     if given.get("vocab_size") is None and not any(map(given.get, ("preset", "tokenizer", "init_from_hf"))):
         added += ["--vocab-size", "512"]
+    if given.get("spare_ranks"):
+        added += ["--spare-ranks", "0"]  # nothing is lost here
     # The trainer sees as many processes as the layout needs, unless torchrun has started some.
     degrees = [degree for field in degree_fields() if isinstance(degree := given.get(field), int) and degree > 0]
     launched = {"RANK": "0", "WORLD_SIZE": f"{math.prod(degrees)}", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -113,6 +113,10 @@ def test_the_tool_starts_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main([*f"{GPT} --dp 2".split(), "--defect", "missing-dp-sum"]) == 1
 
 
+def test_a_run_with_spares_is_verified_without_them() -> None:
+    assert read(*f"{GPT} --tp 2 --survive spare-ranks=1".split()).config.parallel.ranks == 2
+
+
 # ---- the reference itself
 
 
