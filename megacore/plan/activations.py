@@ -44,7 +44,8 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     light = recompute == "light"
     gathered = t if config.parallel.may_split_backward and config.parallel.sequence_parallel else 1
     norms = residual * block.block_norms * (1 + gathered * (not light))
-    heads = 2 * block.num_attention_heads + 2 * block.query_groups  # queries, the result, keys and values
+    gated = 2 * block.attention_output_gate  # the gate, and the result that it lets through
+    heads = (2 + gated) * block.num_attention_heads + 2 * block.query_groups  # queries, the result, keys and values
     short = 0.0
     if block.multi_latent_attention:
         heads = 4 * block.num_attention_heads
@@ -119,7 +120,8 @@ def passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool)
 @once_per("layers")
 def waiting_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Gradients of the outputs of a block's products, from which those of weights are computed."""
-    width = (block.num_attention_heads + 2 * block.query_groups) * block.head_size
+    heads = block.num_attention_heads * (1 + block.attention_output_gate)
+    width = (heads + 2 * block.query_groups) * block.head_size
     inner = float(block.inner_size)
     if (share := expert_share(config, block)) is not None:
         inner += share.rows / _tokens(config) * share.inner * _layer_ranks(config)
