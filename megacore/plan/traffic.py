@@ -412,7 +412,7 @@ class ReplicaTraffic:
 
 
 def replica_traffic(
-    config: ResolvedConfig, parameters: int, *, used_twice: int = 0, of_experts: bool = False
+    config: ResolvedConfig, parameters: int, *, used_twice: int = 0, spanning: int = 0, of_experts: bool = False
 ) -> ReplicaTraffic:
     """Reductions of gradients and gatherings of parameters in a step.
 
@@ -420,6 +420,7 @@ def replica_traffic(
         config: a resolved configuration.
         parameters: that the rank holds.
         used_twice: how many of them two of its layers use; stage 3 gathers them for each.
+        spanning: how many of them two of its pipeline stages use; stages 2 and 3 reduce them for each.
         of_experts: whether they are those of experts, of which fewer ranks hold copies.
     """
     parallel, stage = config.parallel, zero_stage(config)
@@ -437,7 +438,8 @@ def replica_traffic(
         return one
 
     reduction: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
-    gradients = sent(reduction, "gradients", float(parameters * summed), m if stage >= 2 else 1)
+    reduced = parameters + (spanning if stage >= 2 else 0)
+    gradients = sent(reduction, "gradients", float(reduced * summed), m if stage >= 2 else 1)
     gathered = {0: 0, 1: 1, 2: 1, 3: (3 if config.parallel.may_split_backward else 2) * m}[stage]
     if not gathered:
         return ReplicaTraffic(gradients=gradients, parameters=None)
@@ -478,9 +480,12 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
                 transfers.append(_between(message, rank, after, count=m * beside))
     on_rank = list(itertools.chain(*chunks))
     held_here, routed = sum(map(sum, held_by_layer(chunks))), held_experts(config, on_rank)
-    # Embedding and head, with one bucket of the former.
-    both = rank == 0 == placed.rank_of(len(stages) - 1) and bool(layers[-1].tied)
-    replicas = replica_traffic(config, held_here - routed, used_twice=(layers[0].held or 0) if both else 0)
+    used_twice = spanning = 0
+    if on_rank[0] is layers[0] and (shared := max(layer.shared for layer in on_rank)):
+        # On one stage the table is in the embedding's bucket, otherwise in one of its own.
+        spanning = 0 if any(layer.tied for layer in chunks[0]) else shared
+        used_twice = spanning or layers[0].held or 0
+    replicas = replica_traffic(config, held_here - routed, used_twice=used_twice, spanning=spanning)
     of_experts = replica_traffic(config, routed, of_experts=True)
     transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
     transfers += _further_sums(config, on_rank)
