@@ -196,7 +196,7 @@ class TransformerBlock(nn.Module):
         config: sizes, kinds of layers and dropout.
         name: the block's global name, `blocks.17`.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
-        attention: builds attention; None: the configuration says which.
+        attention: builds attention, but for l of --layer-pattern; None: the configuration says which.
         mixing: keyword arguments of `Attention`.
     """
 
@@ -220,9 +220,9 @@ class TransformerBlock(nn.Module):
         self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
         mixing = {"causal": True, "window": None, "rotary": None, "alibi": None, **mixing}
         latent = LatentAttention if config.multi_latent_attention else SelfAttention
-        build = attention or (GatedDeltaNet if config.is_linear else latent)
+        build = GatedDeltaNet if config.is_linear else attention or latent
         self.attention = build(config, context, f"{name}.attention", **mixing)
-        if attention is not None:
+        if build is attention:
             refuse_unsupported(self.attention, config, context, mixing)
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.attention_post_norm = norm() if has_post_norms else None

@@ -20,6 +20,7 @@ from megacore.errors import UserError
 from megacore.layers.attention import SelfAttention
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
+from megacore.layers.linear_attention import GatedDeltaNet
 from megacore.layers.rotary import Rotary
 from megacore.models.gpt import GPTEmbedding, GPTHead
 from megacore.ops import causal_attention
@@ -59,6 +60,9 @@ def test_what_layers_cannot_compute_is_refused_where_they_are_built() -> None:
         SelfAttention(config, context, "attention")
     with pytest.raises(UserError, match="--layer-pattern f,q: 'q' is not known: use w, f, n or l, with"):
         dataclasses.replace(config, layer_pattern="f,q").attention_kinds  # noqa: B018
+    linear = dataclasses.replace(config, layer_pattern="l")
+    block = TransformerBlock(linear, context, "blocks.0", attention=SelfAttention)
+    assert isinstance(block.attention, GatedDeltaNet), "an attention of one's own takes no linear block"
 
 
 # ---- attention
