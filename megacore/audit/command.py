@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +45,8 @@ class _Parser(ToolParser):
             self.error(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
         if known.against is not None and known.bisect is None:
             self.error(f"--against {known.against} goes with --bisect, as in --bisect --against {known.against}")
+        if known.replay is not None and known.bisect:
+            self.error(f"--bisect {known.bisect} finds the step itself: leave out --replay")
         return known
 
 
@@ -63,7 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", metavar="REV", help=help)
     parser.add_argument("--seal", metavar="SHA256", help="seal of an earlier audit, which must still be there")
     wrong: list[str] = []
-    status = run_tool(parser, argv, lambda args: wrong.extend(_audit(args)))
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def audit(args: Namespace) -> None:
+        with contextlib.redirect_stdout(sys.stdout if is_first else io.StringIO()):
+            wrong.extend(_audit(args))
+
+    status = run_tool(parser, argv, audit)
+    if not is_first:  # one that ends with 1 takes the others down, and the first may still try commits
+        wrong.clear()
     for problem in wrong:
         print(f"wrong: {problem}", flush=True)
     return status or (EXIT_WRONG if wrong else 0)
@@ -84,6 +97,8 @@ def _audit(args: Namespace) -> Iterator[str]:
         step = yield from _different(history, other)
         steps = None if step is None else range(step, step + 1)
     elif args.bisect is not None and steps is None:
+        if not history.steps:
+            raise UserError(f"{history.path} has no step yet: leave out --bisect, or wait for the first one")
         steps = range(min(history.steps), max(history.steps) + 1)
     if steps is not None:
         try:
@@ -161,14 +176,13 @@ def _different(history: History, other: History) -> Generator[str, None, int | N
 def _replayed(history: History, steps: range, args: Namespace) -> Iterator[str]:
     run = usable(args.checkpoint or str(history.path.parent))
     done = replay(history, steps, run, args.flags, narrows=args.bisect is not None)
-    is_first = os.environ.get("RANK", "0") == "0"
     if done.status:
         raise (
             UserError(f"the replay ended with status {done.status}")
             if done.status == EXIT_REFUSED
             else SystemExit(done.status)
         )
-    if not is_first:
+    if os.environ.get("RANK", "0") != "0":
         return
     yield from done.problems
     if not done.problems:

@@ -36,6 +36,8 @@ from megacore.verify.masks import masks_of_shards
 
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
+# Settings of other tables that change no number of a step.
+_INERT = ("eval_interval", "eval_iters", "recompute", "recompute_num_layers", "memory_check", "num_workers")
 _OF_PATHS = ("given", "not given", "")  # what facts say of paths, and of settings that they lack
 
 
@@ -55,11 +57,9 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
     one process, and to look for what of a step is wrong. Raises UserError where the ledger lacks a step, or there is no
     checkpoint."""
     step = steps[-1]
-    for number in (steps[0], step):
-        if number not in history.steps:
-            there = in_ranges(history.steps)
-            raise UserError(f"{history.path} has no line of step {number} that counts: use one of {there}")
+    _refuse_gaps(history, steps)
     directory, manifest, save = _nearest(run, steps[0], history)
+    _refuse_gaps(history, steps, after=save.step)
     if "bert" in manifest.config:
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
     local_rank = os.environ.get("LOCAL_RANK", "0")
@@ -108,6 +108,47 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         if local_rank == "0":
             shutil.rmtree(work, ignore_errors=True)
     return done
+
+
+def _refuse_gaps(history: History, steps: range, *, after: int | None = None) -> None:
+    """Raises UserError unless each step has a line, and all were taken with the same settings. `after`: the step behind
+    which a replay of `steps` begins; None: it is not known yet."""
+    taken, stretches = steps if after is None else range(after + 1, steps.stop), _stretches(history)
+    if any(taken.start in each and taken[-1] in each for each, _ in stretches):
+        return
+    if missing := [number for number in taken if number not in history.steps]:
+        why = f"has no line of step {in_ranges(missing)} that counts"
+    else:
+        new, settings = next((each.start, there) for each, there in stretches if taken.start < each.start)
+        before = next(there for each, there in stretches if new - 1 in each)
+        why = f"has other settings from step {new} on ({'; '.join(different_facts(before, settings))})"
+    parts = [range(max(each.start, steps.start), min(each.stop, steps.stop)) for each, _ in stretches]
+    way = f"use one of {in_ranges(history.steps)}"
+    if after is not None and any(part == steps for part in parts):
+        held = next(each.start for each, _ in stretches if steps.start in each)
+        needed = in_ranges(range(held - 1, steps.start))
+        way = f"give a checkpoint of step {needed} with --checkpoint, or leave out --replay"
+    elif parts := [part for part in parts if part]:
+        way = f"use {' or '.join(f'--replay {part.start}-{part[-1]}' for part in parts)}"
+    raise UserError(f"{history.path} {why}: {way}")
+
+
+def _stretches(history: History) -> list[tuple[range, Mapping[str, str]]]:
+    """Steps one after another that were taken with the same settings, and these."""
+    names = {flag(name) for table in SECTIONS.keys() - {*_LAYOUT} for name in field_infos(SECTIONS[table])}
+    names -= {flag(name) for name in _INERT}
+    found, settings, of = list[tuple[range, Mapping[str, str]]](), dict[str, str](), dict[int, Mapping[str, str]]()
+    for line in history.lines:
+        if line.kind == "start":
+            said = line.record["facts"].items()
+            settings = {name: text for name, text in said if name in names and text not in _OF_PATHS}
+        of[line.number] = settings
+    for number, line in sorted(history.steps.items()):
+        if found and number == found[-1][0].stop and of[line.number] == found[-1][1]:
+            found[-1] = range(found[-1][0].start, number + 1), found[-1][1]
+        else:
+            found.append((range(number, number + 1), of[line.number]))
+    return found
 
 
 def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextManager[None]:
