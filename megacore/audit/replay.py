@@ -46,7 +46,7 @@ class Replayed:
     """Steps that were taken again."""
 
     problems: list[str]  # what differs, on the first rank; none where all agrees
-    step: int  # the last one that was taken
+    step: int  # the last one that was taken; where what it begins with is wrong, the first one
     status: int = 0  # exit status of the computation
 
 
@@ -64,7 +64,7 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
     local_rank = os.environ.get("LOCAL_RANK", "0")
     work = job_directory("replay", os.environ, os.getcwd())
-    done = Replayed([], save.step)
+    done = Replayed([], save.step + 1)
 
     def masks(line: Line, config: ResolvedConfig) -> AbstractContextManager[None]:
         return _masks(history.start_of(line).record["facts"], config)

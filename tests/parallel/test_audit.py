@@ -267,6 +267,12 @@ def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_pa
     assert "\nwrong:   --weight-decay: 0.1 and 0.2\n" in said
     with mock.patch.dict("os.environ", RANK="1"):  # torchrun ends the others with a rank that fails
         assert audited(0, 1, [str(run), "--seal", "x"]) == (0, "")
+    with (
+        mock.patch("megacore.audit.replay._wrongly_loaded", return_value=["other weights"]),
+        mock.patch("megacore.audit.command.first_change", lambda _, words: [" ".join(words)]),
+    ):
+        _, said = audited(0, 1, [str(run), "--bisect", "--against", "x", "--device", "cpu"])
+    assert "--replay 1 --device cpu\n" in said, said
 
 
 class FlippedBit(Callback):
