@@ -185,6 +185,8 @@ def _replayed(history: History, steps: range, args: Namespace) -> Iterator[str]:
     if os.environ.get("RANK", "0") != "0":
         return
     yield from done.problems
+    if done.not_narrowed:
+        print(f"  not compared with one process: {done.not_narrowed}")
     if not done.problems:
         how = "to rounding, because the run is not --reproducible" if history.rounding else "bit for bit"
         print(f"{history.path}: steps up to {steps[-1]}, computed again, agree {how}")

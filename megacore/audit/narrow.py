@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,14 @@ _SMALL = 0.01  # without --reproducible, what is smaller than the largest tensor
 
 
 class Narrowing:
-    """Observes the steps that a replay takes; all ranks call each method together. Of several ranks the first one takes
-    each step alone too."""
+    """Observes the steps that a replay takes; all ranks call each method together. `compares`: of several ranks the
+    first one takes each step alone too."""
 
-    def __init__(self, trainer: Trainer, records: StepRecords, history: History) -> None:
+    def __init__(self, trainer: Trainer, records: StepRecords, history: History, *, compares: bool) -> None:
         self._trainer, self._records, self._history = trainer, records, history
         mesh = trainer.mesh
-        is_alone = mesh.world.size > 1 and mesh.world.is_first
+        self._compares = compares and mesh.world.size > 1
+        is_alone = self._compares and mesh.world.is_first
         self._alone = trainer_of(one_process(trainer.config), Mesh(device=mesh.device)) if is_alone else None
         self._pieces: Sequence[Piece] = ()
         self._expected = Record()  # of one process
@@ -52,9 +54,13 @@ class Narrowing:
             with masks(alone.config), recorder.watching():
                 recorder.keep_step(number, partial(recorder.train_step, next(alone.batches)))
             self._expected = assemble({0: recorder.pieces})
+        take = partial(self._trainer.train_step, next(self._trainer.batches))
+        if not self._compares:
+            with masks(self._trainer.config):
+                return take()
         recorder = Recorder(self._trainer.train_steps)
         with masks(self._trainer.config), recorder.watching():
-            result = recorder.keep_step(number, partial(self._trainer.train_step, next(self._trainer.batches)))
+            result = recorder.keep_step(number, take)
         self._pieces = recorder.pieces
         return result
 
@@ -63,7 +69,7 @@ class Narrowing:
         as it was taken now. `different`: whether they differ."""
         world = self._trainer.mesh.world
         found = list(self._elements(line, record)) if different else []
-        pieces = all_gather_objects(self._pieces if world.size > 1 else (), world)
+        pieces = all_gather_objects(self._pieces, world)  # none without `compares`
         if self._alone is not None:
             first = self._first_that_differs(pieces)
             if first is not None:
@@ -96,7 +102,9 @@ class Narrowing:
         """What the layout computes otherwise than one process first, in words."""
         expected, whole = self._expected.tensors, assemble(dict(enumerate(pieces)))
         keys = [key for key in expected if key in whole.tensors and (key.kind in _NEAR or not self._history.rounding)]
-        wrong = [key for key in keys if self._differ(key, whole.tensors[key]).any() or key in whole.disagreements]
+        bad = {piece.key for own in pieces for piece in own if np.isnan(piece.values).any()}  # of copies, one may be
+        bad = {key for key in bad if key in expected and not np.isnan(expected[key]).any()} | whole.disagreements.keys()
+        wrong = [key for key in keys if key in bad or self._differ(key, whole.tensors[key]).any()]
         if not wrong:
             return None
         kind = min((key.kind for key in wrong), key=KINDS.index)
@@ -104,23 +112,29 @@ class Narrowing:
         first = of_kind[-1 if kind == "gradient" else 0]  # backward meets the last layers first
         holders = []
         for rank, own in enumerate(pieces):
-            part = assemble({0: [piece for piece in own if piece.key == first]}).tensors.get(first)
-            if part is not None and (self._differ(first, part) & ~np.isnan(part)).any():  # NaN: another rank's
+            of_rank = [piece for piece in own if piece.key == first]
+            places = [replace(piece, values=np.ones_like(piece.values)) for piece in of_rank]
+            part, held = (assemble({0: each}).tensors.get(first) for each in (of_rank, places))
+            if part is not None and held is not None and (self._differ(first, part) & ~np.isnan(held)).any():
                 holders.append(rank)
-        said = f"{first} is the first that one process computes otherwise, on {ranks_in_words(holders or [0])}"
+        said = f"{first} is the first that one process computes otherwise"
+        if holders:
+            said += f", on {ranks_in_words(holders)}"
         if kind == "output":
             microbatch = int(re.findall(r"microbatch (\d+)", first.name)[0])
             rows: Array = np.asarray(self._differ(first, whole.tensors[first]).any(axis=(1, 2)))
-            said += f", of samples {in_ranges(microbatch * len(rows) + row for row in np.flatnonzero(rows).tolist())}"
+            samples = in_ranges(microbatch * len(rows) + row for row in np.flatnonzero(rows).tolist())
+            said += f", of samples {samples}" if samples else ""
         return said
 
     def _differ(self, key: Key, values: Array) -> Array:
-        """Which elements differ from those of one process; also those that are NaN."""
+        """Which elements differ from those of one process; also those that are NaN in one of them."""
         expected, rounding = self._expected.tensors[key], self._history.rounding
         if values.shape != expected.shape:
-            return np.ones(expected.shape, dtype=bool)
+            return np.ones(values.shape, dtype=bool)
+        same = (values == expected) | (np.isnan(values) & np.isnan(expected))
         if rounding is None or key.kind in EXACT_KINDS:
-            return np.asarray(values != expected)
+            return np.asarray(~same)
         alike = (np.abs(other).max(initial=0.0) for k, other in self._expected.tensors.items() if k.kind == key.kind)
         size = max(float(np.abs(expected).max(initial=0.0)), _SMALL * max(alike))
-        return ~np.asarray(np.abs(values - expected) <= rounding["norm"] * size)
+        return ~np.asarray(same | (np.abs(values - expected) <= rounding["norm"] * size))

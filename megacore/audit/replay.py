@@ -22,6 +22,7 @@ from megacore.checkpoint.directory import published
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.commands.pretrain_gpt import read_config, trainer_of
 from megacore.config import SECTIONS, ResolvedConfig
+from megacore.config.compression import format_of
 from megacore.config.fields import field_infos
 from megacore.config.reproducible import canonical_blocks
 from megacore.config.spelling import flag
@@ -33,6 +34,7 @@ from megacore.remote import Location
 from megacore.train.launch import launch
 from megacore.train.same_run import facts
 from megacore.verify.masks import masks_of_shards
+from megacore.verify.narrow import one_process
 
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
@@ -48,6 +50,7 @@ class Replayed:
     problems: list[str]  # what differs, on the first rank; none where all agrees
     step: int  # the last one that was taken; where what it begins with is wrong, the first one
     status: int = 0  # exit status of the computation
+    not_narrowed: str = ""  # why the layout was not compared with one process, if it was asked for
 
 
 def replay(history: History, steps: range, run: Location, flags: Sequence[str], *, narrows: bool = False) -> Replayed:
@@ -73,7 +76,7 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         trainer, problems = trainer_of(config, mesh), done.problems
         records = StepRecords(trainer)
         problems.extend(_wrongly_loaded(save, records))
-        narrowing = Narrowing(trainer, records, history) if narrows else None
+        narrowing = Narrowing(trainer, records, history, compares=not done.not_narrowed) if narrows else None
         while trainer.step < step and not problems:
             done.step = trainer.step + 1
             line = history.steps[done.step]
@@ -103,6 +106,8 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         config = read_config([*words, *flags], prog="audit.py")
         for number in range(save.step + 1, step + 1):
             masks(history.steps[number], config)
+        if narrows and config.parallel.ranks > 1:
+            done.not_narrowed = _why_not_narrowed(history, range(save.step + 1, step + 1), config)
         done.status = launch(config, body)
     finally:
         if local_rank == "0":
@@ -165,6 +170,20 @@ def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextMan
         return masks_of_shards(tp, cp=cp, sequence_parallel=split)
     layout = f"--tp {tp} --cp {cp}{' --sequence-parallel' * split}"
     raise UserError(f"the dropout masks of the run are those of {layout}: replay it with these under torchrun{alone}")
+
+
+def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) -> str:
+    """Why one process does not compute in these steps what a layout must; empty where it does."""
+    if history.rounding and config.model.experts is not None:
+        return "rounding sends tokens to other experts, in a run without --reproducible"
+    if format_of(config) is not None:
+        return "it has no sums to compress"
+    try:
+        for number in steps:
+            _masks(history.start_of(history.steps[number]).record["facts"], one_process(config))
+    except UserError:
+        return "it draws the dropout masks only with --device cpu, and without --compile and LoRA dropout"
+    return ""
 
 
 def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:

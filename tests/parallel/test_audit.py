@@ -101,6 +101,10 @@ def test_every_state_is_in_the_ledger_as_checkpoints_have_it(tmp_path: Path) -> 
         status, said = audited(0, 1, [str(tmp_path / str(number))])
         assert status == 0 and "step_00000002: every tensor is what the ledger says" in said, (changes, said)
         assert ("not covered: gradient_" in said) == ("grad_reduce_compression" in changes), said
+    for number, flags in ((3, "--zero-stage 3"), (4, "--ep 2")):
+        words = [str(tmp_path / str(number)), "--bisect", "--device", "cpu", *flags.split()]
+        (status, said), _ = run_distributed(audited, 2, words, init=False)
+        assert status == 0 and "  not compared with one process: " in said, said
 
 
 @needs_pretend
@@ -197,7 +201,10 @@ def test_tampering_is_found_by_name(what: str, run: Path, tmp_path: Path) -> Non
 FIRST = "megacore.train.gpt_task.GPTTask.first_input"
 BROKEN: dict[str, Any] = {
     "megacore.optim.update.clip_factor": lambda norm, limit: torch.ones_like(norm),
-    "megacore.optim.update.all_reduce_tied_": lambda gradient, holders: gradient,
+    "megacore.optim.update.all_reduce_tied_": lambda gradient, holders: (
+        gradient + [0, torch.nan][torch.distributed.get_rank()]
+    ),
+    "megacore.audit.replay.computes_on_cpu": lambda device: False,
     FIRST: lambda task, microbatch: microbatch.tokens.roll(torch.distributed.get_rank(), 1),
 }
 ALONE = r"^wrong:   on this layout gradient embedding.tokens.weight of step 5 is the first .* on ranks 0, 1$"
@@ -245,6 +252,9 @@ def test_one_process_draws_the_dropout_masks_of_the_layout(tmp_path: Path) -> No
     for flags, expected in (("--dp 2", 2), ("--cp 2 --cp-comm ring --bisect", 0)):
         (status, said), *_ = run_distributed(audited, 2, [*words, *flags.split()], init=False)
         assert status == expected, said
+    words += ["--cp", "2", "--cp-comm", "ring", "--bisect"]
+    (status, said), *_ = run_distributed(audited, 2, words, "megacore.audit.replay.computes_on_cpu", init=False)
+    assert status == 0 and "one process: it draws the dropout masks only with --device cpu" in said, said
 
 
 def test_a_run_goes_on_with_other_settings_from_a_checkpoint_whose_line_was_lost(tmp_path: Path) -> None:
