@@ -172,7 +172,8 @@ def describe(verdict: Verdict, reference: Reference) -> Iterator[str]:
         yield f"  step {step}: {difference:.1e}, and {spread:.1e}{'; 1e-6 is promised' if step == 1 else ''}"
     for check in verdict.checks:
         state = "agree" if check.agrees else "DIFFER"
-        yield f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors"
+        nearest = f"{check.worst:.1e} where {check.tolerance:.1e} may be"
+        yield f"{check.name}: {state}, the worst of {check.tensors} tensors by {nearest}"
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
