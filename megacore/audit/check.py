@@ -11,6 +11,7 @@ from megacore.audit.state_hash import SHORT, in_hex, stored_hash, totals
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
 from megacore.config.messages import counted
+from megacore.config.spelling import flag
 from megacore.errors import CheckpointError, UserError
 from megacore.remote import Location
 
@@ -89,6 +90,12 @@ class History:
 
     def start_of(self, line: Line) -> Line:
         return next(each for each in reversed(self.lines[: line.number]) if each.kind == "start")
+
+    def facts_of(self, line: Line) -> dict[str, str]:
+        """Settings, code and libraries of a line's start, with the flags of today: an earlier ledger has some as flags
+        that are parameters of another one now."""
+        said = self.start_of(line).record["facts"].items()
+        return {flag(name[2:].replace("-", "_")) if name[:2] == "--" else name: text for name, text in said}
 
     def save_of(self, step: int) -> Line | None:
         """The last save of a step."""

@@ -164,7 +164,7 @@ def _different(history: History, other: History) -> Generator[str, None, int | N
         if found := first_difference(history, here, there.record):
             equal = "" if last is None or found[0] != "state" else f", and equal after step {last}"
             yield f"step {step} (lines {here.number} and {there.number}){equal}: {found[1]}"
-            for fact in different_facts(history.start.record["facts"], other.start.record["facts"]):
+            for fact in different_facts(history.facts_of(history.start), other.facts_of(other.start)):
                 yield f"  {fact}"
             return step
         if "state" in here.record and "state" in there.record:

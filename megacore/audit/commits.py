@@ -47,6 +47,8 @@ def first_change(revision: str, words: Sequence[str], root: Path | None = None) 
                     raise UserError(f"commit {commits[number][:12]} does not compute the step: {tried[number][1]}")
             if ends[0] == ends[1]:
                 said = f"the step {_SAYS[ends[0]]} of {revision} and of HEAD"
+                if _git(root, "status", "--porcelain", "--untracked-files=no", why="git fails"):
+                    said += ", without what is not committed"
                 raise UserError(f"{said}: the change is in neither, or give --against an earlier commit")
             while between := [n for n in range(low + 1, high) if n not in tried]:
                 number = min(between, key=lambda n: abs(2 * n - low - high))

@@ -70,7 +70,7 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
     done = Replayed([], save.step + 1)
 
     def masks(line: Line, config: ResolvedConfig) -> AbstractContextManager[None]:
-        return _masks(history.start_of(line).record["facts"], config)
+        return _masks(history.facts_of(line), config)
 
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
         trainer, problems = trainer_of(config, mesh), done.problems
@@ -97,9 +97,9 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
             problems.extend(f"  {each}" for each in _changes(history, facts(config)))
 
     make(work)
-    settings, before, since = work / f"run_{local_rank}.toml", *map(history.start_of, (save, history.steps[step]))
+    settings, before, since = work / f"run_{local_rank}.toml", *map(history.facts_of, (save, history.steps[step]))
     try:
-        settings.write_text(tomli_w.dumps(_settings(manifest, before.record["facts"], since.record["facts"])))
+        settings.write_text(tomli_w.dumps(_settings(manifest, before, since)))
         words = ["--config", str(settings), "--output-dir", str(work / "output")]
         if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
             words += ["--load", str(directory)]
@@ -145,7 +145,7 @@ def _stretches(history: History) -> list[tuple[range, Mapping[str, str]]]:
     found, settings, of = list[tuple[range, Mapping[str, str]]](), dict[str, str](), dict[int, Mapping[str, str]]()
     for line in history.lines:
         if line.kind == "start":
-            said = line.record["facts"].items()
+            said = history.facts_of(line).items()
             settings = {name: text for name, text in said if name in names and text not in _OF_PATHS}
         of[line.number] = settings
     for number, line in sorted(history.steps.items()):
@@ -180,7 +180,7 @@ def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) ->
         return "it has no sums to compress"
     try:
         for number in steps:
-            _masks(history.start_of(history.steps[number]).record["facts"], one_process(config))
+            _masks(history.facts_of(history.steps[number]), one_process(config))
     except UserError:
         return "it draws the dropout masks only with --device cpu, and without --compile and LoRA dropout"
     return ""
@@ -243,5 +243,5 @@ def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str,
 
 def _changes(history: History, here: Mapping[str, str]) -> list[str]:
     """What of code, libraries and machine is not what it was; settings may be others."""
-    there = history.start.record["facts"]
+    there = history.facts_of(history.start)
     return [line for line in different_facts(there, here) if not line.startswith("--")]

@@ -329,7 +329,12 @@ def test_the_commit_that_changed_a_step_is_found(tmp_path: Path) -> None:
     for end in ("HEAD~6", "HEAD~5"):
         _, *commits = first_change(end, [], tmp_path)
         assert [commit.split(": ")[1] for commit in commits] == ["Change 4"]
-    for end, why in (("HEAD~1", "of HEAD~1 and of HEAD"), ("x", "--against x is no commit"), ("HEAD~4", "not compute")):
+    program.write_text("")
+    for end, why in (
+        ("HEAD~1", "of HEAD~1 and of HEAD, without what is not committed: "),
+        ("x", "--against x is no commit"),
+        ("HEAD~4", "not compute"),
+    ):
         with pytest.raises(UserError, match=why):
             list(first_change(end, [], tmp_path))
 
