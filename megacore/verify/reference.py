@@ -54,7 +54,7 @@ class Check:
     """One independent check of the one-process run."""
 
     name: str  # what was compared with what
-    worst: float  # largest relative difference
+    worst: float  # relative difference of the tensor that is nearest to its tolerance, or furthest above it
     tolerance: float
     tensors: int
 
