@@ -22,6 +22,7 @@ from megacore.config import (
 )
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
+from megacore.config.layer_pattern import parse_pattern, pattern_of
 from megacore.config.model import ResolvedModel
 from megacore.config.parallel import V_SCHEDULES
 from megacore.config.pipeline_layout import parse_layout
@@ -161,6 +162,8 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
         **_linear(model, tp, divided, seq_length // (2 * config.parallel.cp)),
         preset=None,
         num_layers=layers,
+        # Few blocks, but of every kind.
+        layer_pattern=model.layer_pattern and pattern_of("".join(dict.fromkeys(parse_pattern(model.layer_pattern)))),
         mtp_num_layers=min(model.mtp_num_layers, 2),
         num_attention_heads=heads,
         num_query_groups=groups,

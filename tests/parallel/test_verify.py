@@ -306,8 +306,9 @@ def test_more_ranks_than_query_groups_stay_so(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("layout", ["--cp 4", "--tp 2 --cp 8", "--cp 4 --reproducible"])
 def test_linear_attention_narrows_to_a_valid_model(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = "--layer-pattern l,f --num-attention-heads 16 --hidden-size 512 --vocab-size 512 --seq-length 256"
-    check(resolved(f"{layout} {shape}", monkeypatch))
+    shape = "--layer-pattern 3*l,f --num-attention-heads 16 --hidden-size 512 --vocab-size 512 --seq-length 256"
+    check(config := resolved(f"{layout} {shape}", monkeypatch))
+    assert narrow(config).config.model.attention_kinds == "lf"
 
 
 def test_a_written_pipeline_keeps_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
