@@ -54,7 +54,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     if block.is_linear:
         attention = tokens * _linear_bytes(block, e, kept=recompute != "selective") / t
     draws_whole = on_cpu and block.attention_dropout > 0 and config.data.seq_length <= _LONGEST_WHOLE
-    keeps_weights = config.training.attention == "fused-softmax" or draws_whole
+    keeps_weights = not block.is_linear and (config.training.attention == "fused-softmax" or draws_whole)
     if keeps_weights and recompute != "selective":
         of_weight = 12 if draws_whole else 2 * e + 1
         attention += of_weight * tokens * config.data.seq_length * block.num_attention_heads / t
@@ -68,11 +68,16 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
 
 
 def _linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
-    """Of linear attention for a token: what it projects and its result, and in fp32 about what its chunks keep."""
+    """Of linear attention for a token. It keeps what the norm and the gate of its result read and give; selective
+    recomputation keeps what is projected and the result. In fp32 (ops/delta_rule.py) what the convolution reads and
+    gives, queries and keys of every head in six forms, values in three, and of a chunk of 64 positions six matrices of
+    its own size, one that passes states on, and two states."""
     keys, values = block.linear_widths
-    heads = block.linear_num_value_heads
-    wide = 4.0 * (10 * (2 * keys + values) + heads * (8 * block.linear_key_head_dim + 6 * 64) + 8 * values)
-    return e * (2 * keys + 3 * values) + kept * wide
+    if not kept:
+        return e * (2.0 * keys + 3.0 * values)
+    k, v = block.linear_key_head_dim, block.linear_value_head_dim
+    of_head = 6 * k + 3 * v + 6 * 64 + k * (k + 2 * v) / 64
+    return 5.0 * e * values + 4.0 * (3 * (2 * keys + values) + block.linear_num_value_heads * of_head)
 
 
 @once_per("layers")
@@ -112,16 +117,19 @@ def passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool)
     gradients = 2 * residual_bytes(config) + 2 * _element(config) * _tokens(config) * block.inner_size / _layer_ranks(
         config
     )
-    if config.training.recompute != "full":
+    if (recompute := config.training.recompute) not in ("full", "selective"):
         return gradients
-    return gradients + block_bytes(config, block, on_cpu=on_cpu, recompute="none")
+    anew = block_bytes(config, block, on_cpu=on_cpu, recompute="none")
+    if recompute == "full":
+        return gradients + anew
+    return max(gradients, anew - block_bytes(config, block, on_cpu=on_cpu, recompute=recompute))
 
 
 @once_per("layers")
 def waiting_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """Gradients of the outputs of a block's products, from which those of weights are computed."""
     heads = block.num_attention_heads * (1 + block.attention_output_gate)
-    width = (heads + 2 * block.query_groups) * block.head_size
+    width = 2 * sum(block.linear_widths) if block.is_linear else (heads + 2 * block.query_groups) * block.head_size
     inner = float(block.inner_size)
     if (share := expert_share(config, block)) is not None:
         inner += share.rows / _tokens(config) * share.inner * _layer_ranks(config)
@@ -133,7 +141,8 @@ def waiting_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 @once_per("layers")
 def product_input_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     """What the products of a block read: outputs of norms and of the activation, the result of attention."""
-    heads = _tokens(config) * block.num_attention_heads * block.value_size / _layer_ranks(config)
+    values = block.linear_widths[1] if block.is_linear else block.num_attention_heads * block.value_size
+    heads = _tokens(config) * values / _layer_ranks(config)
     inner = _tokens(config) * block.inner_size / _layer_ranks(config)
     return block.block_norms * residual_bytes(config) + _element(config) * (heads + inner)
 
