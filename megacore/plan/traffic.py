@@ -254,6 +254,8 @@ def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) 
         return _gathered_context_traffic(config, layer, again=again)
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
+    if layer.block.is_linear:
+        return _chunk_traffic(config, layer.block, again=again or config.training.recompute == "selective")
     stride = ranks_of_role("layer", config.parallel)
     # Numbers in the keys and values of a microbatch's sequences.
     width = layer.block.head_size * max(layer.block.query_groups / stride, 1)
@@ -283,6 +285,29 @@ def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) 
     # Recomputation of attention stops before its results, which backward does not need, are exchanged.
     repeated = passing if again else taken if config.training.recompute == "selective" else ()
     return LayerTraffic(passing, returning, repeated)
+
+
+def _chunk_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool) -> LayerTraffic:
+    """Of linear attention, whatever --cp-comm says: the end of each chunk's input for the convolution, and in fp32 what
+    it makes of any state; two chunks of each rank."""
+    ranks, t = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
+    keys, values = block.linear_widths
+    chunks, k, v = (
+        2.0 * ranks * config.training.micro_batch_size,
+        block.linear_key_head_dim,
+        block.linear_value_head_dim,
+    )
+    tails = ELEMENT_BYTES[config.precision.precision] * (block.linear_conv_kernel_dim - 1) * (2 * keys + values)
+    sizes = {"ends of chunks": tails, "states": 4 * block.linear_num_value_heads * k * (k + v)}
+
+    def sent(pattern: Pattern) -> tuple[Sent, ...]:
+        given = (
+            _sent(config, "sequence", pattern, what, chunks * size / t, ranks=ranks, stride=t, count=min(size, 1))
+            for what, size in sizes.items()
+        )
+        return sum(given, ())
+
+    return LayerTraffic(sent("all-gather"), sent("reduce-scatter"), sent("all-gather") if again else ())
 
 
 def _gathered_context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
@@ -333,12 +358,30 @@ def _tensor_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -
         backward = sent("all-gather", gathered) + sent("reduce-scatter", entering)
     else:
         forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
+    gathered_rates, summed_rates = _rates_traffic(config, layer.block)
+    forward, backward = forward + gathered_rates, backward + summed_rates
     if not again:
         return LayerTraffic(forward, backward, ())
     repeated = _sums_again(layer, leaving)
     if config.parallel.sequence_parallel:
-        return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", repeated))
+        anew = sent("all-gather", entering) + sent("reduce-scatter", repeated)
+        return LayerTraffic(forward, backward, anew + gathered_rates)
     return LayerTraffic(forward, backward, sent("all-reduce", repeated))
+
+
+def _rates_traffic(config: ResolvedConfig, block: ResolvedModel | None) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """The rates of linear attention, which every rank projects from its positions, and their gradients."""
+    if block is None or not block.is_linear:
+        return (), ()
+    tokens = float(config.training.micro_batch_size * config.rank_positions)
+    size = ELEMENT_BYTES[config.precision.precision] * tokens * 2 * block.linear_num_value_heads
+
+    def sent(pattern: Pattern) -> tuple[Sent, ...]:
+        return _sent(config, "layer", pattern, "rates", size, ranks=ranks_of_role("layer", config.parallel))
+
+    if config.parallel.sequence_parallel:
+        return sent("all-gather"), sent("reduce-scatter")
+    return (), sent("all-reduce")
 
 
 def _sums_again(layer: ModelLayer, leaving: int) -> int:
@@ -553,13 +596,14 @@ def _replicated(model: ResolvedModel, layer: ModelLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:
-        biases = (layer.block.mlp_bias + layer.block.attention_output_bias) * model.hidden_size
+        attention_bias = layer.block.attention_output_bias and not layer.block.is_linear
+        biases = (layer.block.mlp_bias + attention_bias) * model.hidden_size
         if layer.block.experts is not None:  # the router, and the gate of a shared expert
             experts = layer.block.experts
             biases += model.hidden_size * (experts.num_experts + experts.moe_shared_expert_gate)
         if layer.with_head:
             biases += 3 * norm + 2 * model.hidden_size**2
-        return model.block_norms * norm + biases + whole_attention_parameters(model)
+        return model.block_norms * norm + biases + whole_attention_parameters(layer.block)
     if layer.name == "head":  # or the first block of multi-token prediction
         return norm
     positions = model.position_rows * model.hidden_size
