@@ -161,9 +161,9 @@ class NodeMemory:
                 yield step, directory, {rank: one for rank, one in records.items() if one["step"] == step}
 
 
-def newest(nodes: Sequence[Inventory]) -> tuple[Slot | None, list[list[int]], list[str]]:
+def newest(nodes: Sequence[Inventory], *, needs_room: bool = True) -> tuple[Slot | None, list[list[int]], list[str]]:
     """The newest slot of which some nodes together have every part; which parts each of them has; and why newer ones
-    were not taken."""
+    were not taken. `needs_room`: each node is to get all parts."""
     problems = list(chain.from_iterable(node.problems for node in nodes))
     found = {(slot.step, slot.name): slot for node in nodes for slot in node.slots}
     for key, slot in sorted(found.items(), reverse=True):
@@ -171,7 +171,9 @@ def newest(nodes: Sequence[Inventory]) -> tuple[Slot | None, list[list[int]], li
         there = set(chain.from_iterable(parts))
         if len(there) < slot.ranks:
             problems.append(f"step {slot.step} is there of {len(there)} of {slot.ranks} ranks")
-        elif any(slot.bytes * (slot.ranks - len(own)) > node.free for own, node in zip(parts, nodes, strict=True)):
+        elif needs_room and any(
+            slot.bytes * (slot.ranks - len(own)) > node.free for own, node in zip(parts, nodes, strict=True)
+        ):
             problems.append(f"step {slot.step} is there, and a node has no room for the parts that it lacks")
         else:
             return slot, parts, problems

@@ -280,19 +280,21 @@ class Keeper:
         elif degrees is None:
             why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
         if why or degrees is None:
+            everything = _source(list(shown.values()), saved, needs_room=False)  # to save it takes none
             last = self._last_on_disk(generation, everything, saved, shown, request)
             if last is None:
                 return None
             rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
             line = f"{cause}, and the run ends: {why}{rest}"
-            return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=[line])
+            lines = [*everything.problems, line]
+            return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=lines)
         members = _members(fit, degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"], here, shown)
         # Those that train bring the state: what a node without them has is out of reach.
         source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
         if not self._is_checked(generation, source, shown):
             return None
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
-        lines = [f"in memory, {problem}" for problem in source.problems]
+        lines = [*source.problems]
         if bad:
             rest = f"rests {_SECONDS_OF_REST / 60:g} minutes"
             lines.append(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
@@ -465,9 +467,10 @@ class Keeper:
         importlib.import_module("megacore.train.launch").exit_with(status)
 
 
-def _source(nodes: Sequence[Inventory], saved: _Source | None) -> _Source:
+def _source(nodes: Sequence[Inventory], saved: _Source | None, *, needs_room: bool = True) -> _Source:
     """The newest whole step of the memory of some nodes, or a newer one that is saved."""
-    slot, parts, problems = newest(nodes)
+    slot, parts, found = newest(nodes, needs_room=needs_room)
+    problems = [f"in memory, {problem}" for problem in found]
     if slot and (saved is None or slot.step >= saved.step):
         return _Source(
             step=slot.step, words=f"step {slot.step} in memory", slot=slot.name, parts=parts, problems=problems

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import launching
 from tests.e2e.hanging import HANG
 from tests.e2e.hosts import Denied, Hosts
 from tests.e2e.launching import PROGRAM, START, Job, losses, losses_of_one_process, needs_proc, small_run
@@ -226,10 +227,12 @@ def test_a_run_survives_a_cut_cable(tmp_path: Path, hosts: MakeHosts) -> None:
 
 
 def test_nodes_save_together_what_no_layout_is_left_for(tmp_path: Path, hosts: MakeHosts) -> None:
-    """Each of those that are left has two of three parts."""
+    """Each of those that are left has two of three parts, and no room in memory for the third."""
     network, output, alone = hosts(3), tmp_path / "out", {**LASTING, **ALONE}
+    full = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=0)"
+    program = launching.patched_program(tmp_path, full)
     flags = small_run(output, **{**LASTING, "zero_stage": 2}, zero_shard_size=3, dp=3)
-    with network.torchrun(tmp_path / "logs", 1, PROGRAM, *flags, nodes=range(3)) as jobs:
+    with network.torchrun(tmp_path / "logs", 1, program, *flags, nodes=range(3)) as jobs:
         jobs[0].wait_for_step(3)
         network[2].kill()
         assert all_end(jobs[:2]) == [1, 1], said_by(jobs)
