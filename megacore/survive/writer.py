@@ -130,8 +130,9 @@ class StateInMemory(Callback):
 
     def _prepare(self, slot: Path, number: int, blocks: list[Block]) -> list[Tensor] | None:
         """Make the files of a slot, with room in memory, and find where each block goes; all ranks call this. Where a
-        generation after a failure finds no room, the step that it continued from goes first, and else nothing more is
-        kept: None. Raises StorageError where a run begins without room, or PeerFailed on the other ranks."""
+        generation after a failure finds no room, the step that it continued from goes first, and else the next step is
+        saved, and nothing more is kept: None. Raises StorageError where a run begins without room, or PeerFailed on the
+        other ranks."""
         mesh, tables, files = self._trainer.mesh, dict[str, dict[str, object]](), dict[str, list[Block]]()
         for block in blocks:
             file = f"{block.kind}-{mesh.world.rank:05d}.{block.number}.safetensors"
@@ -157,9 +158,10 @@ class StateInMemory(Callback):
             rooms = self._rooms(slot, heads, {**sizes, **arriving})
         if rooms is None:
             self._trainer.say(
-                f"  {'warning':<10}{self._memory} has no room for copies of the state: a failure from now on goes back "
-                "to the last checkpoint on disk; give /dev/shm more memory (mount -o remount,size=...)"
+                f"  {'warning':<10}{self._memory} has no room for more copies of the state: the next step is saved, "
+                "and a failure goes back to the last checkpoint; give /dev/shm more memory (mount -o remount,size=...)"
             )
+            signal.raise_signal(signal.SIGUSR1)  # training handles it by now
             return None
         if self._peers is not None:
             self._peers.rooms |= {slot / name: rooms[name] for name in arriving}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -86,7 +87,8 @@ def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[s
 
 
 def crowd(rank: int, world_size: int, directory: str, *, may_go: bool) -> None:
-    """Keep a step in a memory without room beside the one that the run has continued from, which may go, or at all."""
+    """Keep a step in a memory without room beside the one that the run has continued from, which may go, or at all:
+    then the next step is saved."""
     config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4)
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
@@ -97,10 +99,13 @@ def crowd(rank: int, world_size: int, directory: str, *, may_go: bool) -> None:
             raise StorageError("no room")
         return make_room(path, head, size)
 
+    asked = list[int]()
+    signal.signal(signal.SIGUSR1, lambda number, _: asked.append(number))
     for generation in range(2):
         StateInMemory(trainer, memory.path, generation, 1, [0] * world_size).on_step_begin(trainer, 1)
         setattr(writer, "make_room", without_room)  # noqa: B010
         barrier(mesh.world)
+    assert bool(asked) != may_go
     if rank == 0:
         found, _ = found_in(memory)
         assert (found.name if found else None) == ("g1/slot-0" if may_go else None)
