@@ -25,6 +25,8 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from megacore import has_ring
 from megacore.checkpoint.directory import next_serial, published
 from megacore.checkpoint.manifest import read_manifest
@@ -460,6 +462,13 @@ class Keeper:
             "GROUP_RANK": str(plan.nodes[me]),
             "TORCHELASTIC_RESTART_COUNT": f"{attempt}-{generation}",
         }
+        # A spare may be beyond its node's devices: it takes one that no other member has.
+        here = [one for one, node in zip(plan.members, plan.nodes, strict=True) if node == plan.nodes[me]]
+        taken, devices = [self._known[one].local_rank for one in here], torch.accelerator.device_count()
+        free = sorted(set(range(devices)) - set(taken))
+        moved = dict(zip([one for one in taken if one >= devices], free, strict=False))
+        if (local := self._known[self._meeting.rank].local_rank) in moved:
+            os.environ["LOCAL_RANK"] = str(moved[local])
         if self._meeting.size > 1:
             # The store is a keeper's, or the launcher's: never this process's.
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)

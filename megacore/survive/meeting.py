@@ -67,6 +67,7 @@ class Presence:
     host: str
     node: str  # a name of its memory, which all keepers on its machine have in common
     pid: int
+    local_rank: int
 
 
 class Meeting:
@@ -95,7 +96,8 @@ class Meeting:
 
     def enter(self, generation: int) -> None:
         """This keeper is ready for a generation: its child of the one before is gone."""
-        own = Presence(host=socket.gethostname(), node=self._node, pid=os.getpid())
+        local = launcher_number("LOCAL_RANK", 0)
+        own = Presence(host=socket.gethostname(), node=self._node, pid=os.getpid(), local_rank=local)
         self._put(generation, f"present/{self.rank}", asdict(own))
 
     def present(self, generation: int) -> dict[int, Presence]:

@@ -92,26 +92,38 @@ def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp
     check(output, tmp_path / "alone", 2)
 
 
+TWO_DEVICES = """
+import torch
+from megacore.parallel.mesh import dist
+torch.accelerator.device_count, begin = lambda: 2, dist.init_process_group
+def init(*args, **options):
+    assert int(os.environ["LOCAL_RANK"]) < 2
+    begin(*args, **options)
+dist.init_process_group = init
+"""
+
+
 def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
-    """The layout stays, and the lost rank is a spare when it is back. What a killed job of the same name has left in
-    memory is not taken."""
+    """The layout stays, the spare has its device, and the lost rank is a spare when it is back. What a killed job of
+    the same name has left in memory is not taken."""
     launching.losses_of_one_process(tmp_path / "alone", **RUN)
     output, port, events = tmp_path / "out", launching.free_port(), tmp_path / "out" / "events.jsonl"
     environment = launching.environment() | {name: str(v) for name, v in launching.by_hand(0, port, 3).items()}
     left = job_directory("survive", environment, str(output)) / "g3" / "slot-1"
     left.mkdir(parents=True)
     (left / record_of(0)).write_text(json.dumps({"step": 5000, "ranks": 1, "files": {}}))
+    program = launching.patched_program(tmp_path, TWO_DEVICES)
     flags = small_run(output, survive=True, spare_ranks=1, dp=2, **RUN)
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(started(PROGRAM, tmp_path / f"{rank}.err", *flags, **launching.by_hand(rank, port, 3)))
+            stack.enter_context(started(program, tmp_path / f"{rank}.err", *flags, **launching.by_hand(rank, port, 3)))
             for rank in range(3)
         ]
         until(lambda: logged(output) >= 2, START, "no step 2")
         assert {rank for rank, child in children(output).items() if child} == {0, 1}
         ranks[1].kill_all()
         until(lambda: '"recovery"' in events.read_text(), START, (tmp_path / "0.err").read_text())
-        with started(PROGRAM, tmp_path / "back.err", *flags, **launching.by_hand(1, port, 3)) as back:
+        with started(program, tmp_path / "back.err", *flags, **launching.by_hand(1, port, 3)) as back:
             assert [one.wait(patience(START)) for one in (ranks[0], ranks[2], back)] == [0, 0, 0]
     assert "the keeper of rank 1 is lost: 2 ranks (dp 2) continue from step" in (tmp_path / "0.err").read_text()
     check(output, tmp_path / "alone", 1)
