@@ -85,13 +85,18 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
         keys -= keys**2 / (2.0 * seq_length)
     mixing = 2.0 * keys * n * (config.head_size + config.value_size)
     if config.is_linear:
-        features, values = config.linear_widths
-        mixing = 6.0 * values * config.linear_key_head_dim
-        mixing += 2.0 * (2 * features + values) * config.linear_conv_kernel_dim
+        mixing = linear_flops(config)
     inner, router = config.inner_size, 0.0
     if config.experts is not None:
         inner, router = config.experts.active_inner_size, 2.0 * h * config.experts.num_experts
     return projections + mixing + 2.0 * (3 if config.gated else 2) * h * inner + router
+
+
+def linear_flops(config: ResolvedModel) -> float:
+    """Operations of linear attention between its projections for one token."""
+    features, values = config.linear_widths
+    mixing = 6.0 * values * config.linear_key_head_dim
+    return mixing + 2.0 * (2 * features + values) * config.linear_conv_kernel_dim
 
 
 def head_flops(config: ResolvedModel) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence, idle_parameters
+from megacore.models.flops import Attention, block_flops, blocks_of, flops_per_sequence, idle_parameters, linear_flops
 from megacore.models.outline import LayerOutline, ModelLayer, outline
 from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.partition import stage_ranges
@@ -305,6 +305,7 @@ def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) 
         keys = sum(number * min(s, block.window_size or s) for block, number in blocks_of(model) if not block.is_linear)
         width = (model.head_size + model.value_size) * (0.5 if attention == "causal" else 1.0)
         flops += s * 2.0 * keys * model.num_attention_heads * width
+        flops += s * sum(number * linear_flops(block) for block, number in blocks_of(model) if block.is_linear)
     return batch * flops
 
 

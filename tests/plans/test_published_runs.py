@@ -27,6 +27,7 @@ from tests.plans.published import (
     timed_runs,
 )
 from tests.plans.table import Checked, by_model, checked, cluster_lines, median_error, memory_lines, regret
+from tests.unit.refusals import parse
 
 ROOT = Path(__file__).parents[2]
 # Models with one run or two of one layout: benchmarks/planner.py prints their errors, and they are bounded loosely.
@@ -47,6 +48,15 @@ def test_parameters_and_flops_of_bloom_are_exact() -> None:
     flops = step_flops(BLOOM.config, attention="full", hardware=True)
     assert flops == pytest.approx(by_hand, rel=1e-12)
     assert flops / 104.70 / 384 / 1e12 == pytest.approx(149.76, abs=0.005)  # as its log says
+
+
+def test_selective_recomputation_repeats_linear_attention() -> None:
+    heads = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+    words = f"--preset gpt2-tiny --position-embedding-type rope --layer-pattern l {heads} --recompute selective"
+    config = parse(*words.split(), "--mock-data", "--train-iters", "1", "--vocab-size", "512", planned=True)
+    model, hardware = (step_flops(config, attention="full", hardware=again) for again in (False, True))
+    tokens = config.training.global_batch_size * config.data.seq_length
+    assert hardware - model == tokens * config.model.num_layers * (6 * 32 * 8 + 2 * 64 * 4)
 
 
 @pytest.mark.parametrize("software", [None, MEGACORE], ids=["its own", "megacore"])
