@@ -52,7 +52,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
         short = 2 * e * tokens * (block.kv_lora_rank + (block.q_lora_rank or 0))
     attention = e * tokens * heads * block.head_size / t + short
     if block.is_linear:
-        attention = tokens * _linear_bytes(block, e, kept=recompute != "selective") / t
+        attention = tokens * linear_bytes(block, e, kept=recompute != "selective") / t
     draws_whole = on_cpu and block.attention_dropout > 0 and config.data.seq_length <= _LONGEST_WHOLE
     keeps_weights = not block.is_linear and (config.training.attention == "fused-softmax" or draws_whole)
     if keeps_weights and recompute != "selective":
@@ -67,7 +67,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     return norms + attention + mlp + routed + masks
 
 
-def _linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
+def linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
     """Of linear attention for a token. It keeps what the norm and the gate of its result read and give; selective
     recomputation keeps what is projected and the result. In fp32 (ops/delta_rule.py) what the convolution reads and
     gives, queries and keys of every head in six forms, values in three, and of a chunk of 64 positions six matrices of

@@ -25,6 +25,7 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
+from megacore.plan.activations import linear_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.shared_results import once_per
@@ -241,8 +242,15 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
     tokens = config.training.micro_batch_size * config.rank_positions
     if block.is_linear:
-        least = 6.0 * tokens * block.linear_widths[1] / t * block.linear_key_head_dim / speed.peak
-        return Parts(attention=least), Parts(attention=2.5 * least)
+        # Roughly: products of chunks of 64 in fp32 (ops/delta_rule.py), one after the other for the states, and what
+        # is kept written and read.
+        k, v, c = block.linear_key_head_dim, block.linear_value_head_dim, 64
+        flops = c * (5 * k + 3 * v) + 2 * k * (k + 3 * v) + 2 * k * k * v / c
+        peak = min(speed.cluster.peak("fp32") or speed.peak, speed.peak)
+        peak *= speed.cluster.device.product_efficiency.of(speed.case)
+        least = tokens * block.linear_num_value_heads * flops / t / peak + 2 * speed.launch * config.rank_positions / c
+        least += speed.memory(2 * tokens * linear_bytes(block, speed.element, kept=True) / t)
+        return Parts(attention=least), Parts(attention=2 * least)
     heads, d = block.num_attention_heads / t, block.head_size
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d
