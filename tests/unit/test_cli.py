@@ -42,7 +42,7 @@ NEEDED = {
 
 
 def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
-    values = {"norm_epsilon": "1e-3", "tokenizer": str(tmp_path), "output_dir": str(tmp_path)}
+    values = {"norm_epsilon": "1e-3", "tokenizer": str(tmp_path), "output_dir": str(tmp_path), "layer_pattern": "f"}
     aliased = [info for info in all_fields().values() if info.aliases and info.owner is None]
     assert len(aliased) >= 6
     for info in aliased:
