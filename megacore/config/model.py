@@ -172,7 +172,7 @@ class ModelConfig(Section):
     """Width of the residual stream. A multiple of --num-attention-heads, unless --kv-channels is given."""
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
     """Attention heads per block. A multiple of --tp."""
-    num_query_groups: Annotated[int | None, Range(1, 1_000_000), Flag(("--num-key-value-heads",))] = None
+    num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
     """Grouped-query attention: key and value heads per block. Divides --num-attention-heads; a multiple of --tp or a
     divisor of it. Below --tp, --tp / this must divide 2 x --kv-channels. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
