@@ -32,7 +32,7 @@ from tests.plans.published import traced, whole
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("traced_memory.toml").read_text(encoding="utf-8"))
 PARTS = TABLE["parts"]
 LLAMA = PARTS["llama"]
-KNOWN = pytest.mark.xfail(strict=True, reason="traced 2 to 4 % off")
+KNOWN = pytest.mark.xfail(strict=True, reason="traced 2 to 4 % too high")
 MARKS = {"usual": [], "slow": [pytest.mark.slow], "above": [pytest.mark.slow, KNOWN]}
 
 
