@@ -199,6 +199,8 @@ def compute_deterministically() -> None:
     """Make every operator give the same bits for the same input; to be called before the accelerator is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may choose another algorithm each time
     torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory before it is written; to fill it would be one more pass over each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def compute_reproducibly() -> None:

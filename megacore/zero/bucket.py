@@ -31,7 +31,7 @@ from megacore.parallel.collectives import (
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.compressed import CompressedSum
-from megacore.zero.exact_sums import UNIT, from_units, to_units
+from megacore.zero.exact_sums import UNIT, add_units, from_units
 from megacore.zero.host_shard import HostShard, HostStreams
 from megacore.zero.layout import FlatLayout, Segment, contiguous_slices
 from megacore.zero.local_segments import LocalRun, LocalSegment, local_segments
@@ -293,9 +293,10 @@ class Bucket:
 
     def add(self, member: Member, gradient: Tensor) -> None:
         if self.options.exact_terms:
-            gradient = self._in_units(member, gradient)
-        view = self._sum_of(member).view(gradient.shape)
-        view.add_(gradient) if member.has_terms else view.copy_(gradient)
+            self._add_exactly(member, gradient)
+        else:
+            view = self._sum_of(member).view(gradient.shape)
+            view.add_(gradient) if member.has_terms else view.copy_(gradient)
         member.has_terms = True
 
     def arrived(self, member: Member) -> bool:
@@ -329,14 +330,13 @@ class Bucket:
             self.full_gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self.full_gradients[member.elements]
 
-    def _in_units(self, member: Member, gradient: Tensor) -> Tensor:
-        """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""
-        units, largest = to_units(gradient, self._unit)
+    def _add_exactly(self, member: Member, gradient: Tensor) -> None:
+        """Record also whether the gradient was finite and small enough, which the sum's integers cannot say."""
+        largest = add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms)
         if self._checks is None:
             self._checks = torch.zeros(len(self.members), dtype=torch.float64, device=self._device)
         held = largest * UNIT <= self.options.largest_exact  # False for NaN
         self._checks[member.number] += torch.where(held, 0.0, torch.inf)
-        return units
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the group; those of parameters that the loss did not use count as zero."""

@@ -8,38 +8,65 @@ gradient above 2^-26 to its last bit and any smaller one to 2^-51, which is fine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 UNIT = 2.0**-50  # of a gradient entry, without the loss scale
 LARGEST_SUM = 2.0**62  # in units: terms are refused that could add up to more, 4096
 _SQUARE_UNITS = (2.0**-10, 2.0**-38, 2.0**-66)
-_CHUNK = 1 << 22  # elements that are squared at a time: three fp64 copies exist meanwhile
+_PIECE = {"cpu": 1 << 16}  # elements that are computed at a time: on a CPU their fp64 copies stay in its cache
+_LARGE_PIECE = 1 << 22  # on other devices, where each operator is a launch
+_MOST_PIECES = 256  # a plan traces the operators of every one
 
 
-def to_units(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    """x as whole multiples of `unit`. Returns the multiples, int64 of x's shape; and the largest magnitude among them,
-    an fp64 scalar that is not finite if an entry of x is not (the multiples then mean nothing)."""
-    multiples = x.double().div_(unit).round_()
-    largest = multiples.abs().amax() if x.numel() else multiples.new_zeros(())
-    return multiples.to(torch.int64), largest
+def _pieces(flat: Tensor) -> Iterator[slice]:
+    size = max(_PIECE.get(flat.device.type, _LARGE_PIECE), -(-len(flat) // _MOST_PIECES))
+    return (slice(start, start + size) for start in range(0, len(flat), size))
+
+
+def add_units(total: Tensor, x: Tensor, unit: float, *, has_terms: bool) -> Tensor:
+    """Add x, as whole multiples of `unit`, to a sum.
+
+    Args:
+        total: int64, flat.
+        x: as many entries.
+        has_terms: whether the sum holds terms already; otherwise it holds anything.
+
+    Returns:
+        The largest magnitude among the multiples, an fp64 scalar that is not finite if an entry of x is not (the sum
+        then means nothing).
+    """
+    flat, extremes = x.reshape(-1), [total.new_zeros(1, dtype=torch.float64)]
+    for here in _pieces(flat):
+        multiples = flat[here].double().div_(unit).round_()
+        extremes.append(torch.stack(multiples.aminmax()))
+        if has_terms:
+            total[here] += multiples.to(torch.int64)
+        else:
+            total[here] = multiples
+    return torch.cat(extremes).abs().amax()
 
 
 def from_units(multiples: Tensor, unit: float) -> Tensor:
-    """The fp32 values nearest to `multiples` of `unit`."""
-    return multiples.double().mul_(unit).float()
+    """The fp32 values nearest to `multiples` of `unit`, which are flat."""
+    values = torch.empty_like(multiples, dtype=torch.float32)
+    for here in _pieces(multiples):
+        values[here] = multiples[here].double().mul_(unit)
+    return values
 
 
 def square_sum_units(tensor: Tensor) -> Tensor:
     """The sum of squares, as multiples of each of three units: int64 [3], to be added like any integers."""
     sums = torch.zeros(len(_SQUARE_UNITS), dtype=torch.int64, device=tensor.device)
     flat = tensor.reshape(-1)
-    for start in range(0, len(flat), _CHUNK):
-        rest = flat[start : start + _CHUNK].double().square_()  # exact: an fp32 square has 48 bits
+    for here in _pieces(flat):
+        rest = flat[here].double().square_()  # exact: an fp32 square has 48 bits
         for i, unit in enumerate(_SQUARE_UNITS):
             whole = (rest / unit).round_()
-            sums[i] += whole.to(torch.int64).sum()
-            rest -= whole.mul_(unit)
+            sums[i] += whole.sum(dtype=torch.int64)
+            rest.sub_(whole, alpha=unit)
     return sums
 
 
