@@ -102,9 +102,7 @@ class Narrowing:
         """What the layout computes otherwise than one process first, in words."""
         expected, whole = self._expected.tensors, assemble(dict(enumerate(pieces)))
         keys = [key for key in expected if key in whole.tensors and (key.kind in _NEAR or not self._history.rounding)]
-        bad = {piece.key for own in pieces for piece in own if np.isnan(piece.values).any()}  # of copies, one may be
-        bad = {key for key in bad if key in expected and not np.isnan(expected[key]).any()} | whole.disagreements.keys()
-        wrong = [key for key in keys if key in bad or self._differ(key, whole.tensors[key]).any()]
+        wrong = [key for key in keys if key in whole.disagreements or self._differ(key, whole.tensors[key]).any()]
         if not wrong:
             return None
         kind = min((key.kind for key in wrong), key=KINDS.index)

@@ -60,6 +60,8 @@ KINDS = (
 """What is compared, in the order in which a step makes it."""
 EXACT_KINDS = ("loaded weight", "loaded moment", "token count", "dropout mask", "expert load", "expert bias")
 """Kinds that no rounding touches."""
+# No value yet: a NaN that no computation gives.
+_NONE = np.uint64(0x7FF8_0000_4E6F_6E65).view(np.float64)
 
 
 class Key(NamedTuple):
@@ -301,12 +303,12 @@ def assemble(pieces: Mapping[int, Sequence[Piece]]) -> Record:
         for piece in of_rank:
             part_of = piece.key, piece.slices
             parts.setdefault(part_of, piece)
-            local = locals_.setdefault(part_of, np.full(int(np.prod(piece.local_shape)), np.nan))
+            local = locals_.setdefault(part_of, np.full(int(np.prod(piece.local_shape)), _NONE))
             part = local[piece.start : piece.start + piece.values.size]
             _merge(record, piece.key, part, piece.values, rank)
     for (key, slices), local in locals_.items():
         piece = parts[key, slices]
-        whole = record.tensors.setdefault(key, np.full(piece.shape, np.nan))
+        whole = record.tensors.setdefault(key, np.full(piece.shape, _NONE))
         shaped = local.reshape(piece.local_shape)
         unpadded = shaped[tuple(slice(stop - start) for start, stop in slices)]
         view = whole[tuple(slice(*bounds) for bounds in slices)]
@@ -316,10 +318,10 @@ def assemble(pieces: Mapping[int, Sequence[Piece]]) -> Record:
 
 def _merge(record: Record, key: Key, held: Array, new: Array, rank: int | None) -> None:
     """Put values where none are, and note where others are that differ."""
-    there = ~np.isnan(held)
-    differs = there & (held != new)
+    there = held.view(np.int64) != _NONE.view(np.int64)
+    differs = there & (held != new) & ~(np.isnan(held) & np.isnan(new))
     if differs.any() and key not in record.disagreements:
-        worst = float(np.nanmax(np.abs(np.where(differs, held - new, 0.0))))
+        worst = float(np.max(np.abs(np.where(differs, held - new, 0.0))))
         who = "" if rank is None else f" (rank {rank} and a rank before it)"
         record.disagreements[key] = f"its copies differ by up to {worst:.3g}{who}"
     np.copyto(held, new, where=~there)

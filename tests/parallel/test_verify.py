@@ -35,7 +35,7 @@ from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.narrow import narrow, one_process
 from megacore.verify.reference import Reference
-from megacore.verify.run import Key, Record
+from megacore.verify.run import Key, Piece, Record, assemble
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config
 
@@ -204,6 +204,13 @@ def test_nothing_compared_is_a_failure(config: ResolvedConfig) -> None:
 @pytest.mark.parametrize("found", [record(a=np.nan), record(a=np.inf), record(), record(a=1.0, b=1.0)])
 def test_what_is_not_finite_missing_or_too_much_differs(found: Record, config: ResolvedConfig) -> None:
     assert not compare(found, reference_of(record(a=1.0)), config).agrees
+
+
+@pytest.mark.parametrize("copies", [(np.nan, 1.0), (1.0, np.nan), (1.0, np.inf), (np.nan, np.nan)])
+def test_copies_of_ranks_disagree_unless_they_are_the_same(copies: tuple[float, float]) -> None:
+    key, place = Key(1, "gradient", "a"), {"shape": (2,), "slices": ((0, 2),), "local_shape": (2,), "start": 0}
+    pieces = {rank: [Piece(key=key, values=np.array([1.0, copy]), **place)] for rank, copy in enumerate(copies)}  # type: ignore[arg-type]
+    assert (key in assemble(pieces).disagreements) == (copies[0] is not copies[1])
 
 
 # ---- the defects
