@@ -20,7 +20,7 @@ from megacore.audit.check import (
     in_ranges,
     uncovered,
 )
-from megacore.audit.commits import first_change
+from megacore.audit.commits import commits_since, first_change
 from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import replay
 from megacore.checkpoint.directory import MANIFEST_NAME, published
@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _audit(args: Namespace) -> Iterator[str]:
     """Do what is asked, and print it; yields what is wrong."""
+    if args.against is not None:
+        commits_since(args.against)  # before what takes long
     try:
         history = History(_ledger_of(args.run))
         other = History(_ledger_of(args.bisect)) if args.bisect else None

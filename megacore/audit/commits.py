@@ -17,6 +17,19 @@ _OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
 _SAYS = {0: "agrees with the ledger", 1: "differs from the ledger"}
 
 
+def commits_since(revision: str, root: Path | None = None) -> list[str]:
+    """A commit and those after it up to HEAD. `root`: of a checkout of the repository; None: megacore's.
+
+    Raises UserError without git, a repository or the revision, or where it is not before HEAD."""
+    root = root or Path(megacore.__file__).parents[1]
+    _git(root, "rev-parse", "--git-dir", why=f"--against needs the repository, and {root} is no checkout of it")
+    name = f"{revision}^{{commit}}"
+    first = _git(root, "rev-parse", "--verify", "--quiet", name, why=f"--against {revision} is no commit: see git log")
+    unrelated = f"--against {revision} is not before HEAD: give a commit that git log shows"
+    _git(root, "merge-base", "--is-ancestor", first, "HEAD", why=unrelated)
+    return [first, *_git(root, "rev-list", "--reverse", "--first-parent", f"{first}..HEAD", why="git fails").split()]
+
+
 def first_change(revision: str, words: Sequence[str], root: Path | None = None) -> Iterator[str]:
     """Find the commit after `revision` from which on the audit of a step ends otherwise, by halving; yields what is
     found. Commits whose audit ends with neither status are left out.
@@ -26,15 +39,10 @@ def first_change(revision: str, words: Sequence[str], root: Path | None = None) 
         words: the command line of tools/audit.py that computes the step again, on as many processes as this job has.
         root: of a checkout of the repository; None: megacore's.
 
-    Raises UserError without git, a repository or the revision, and where both ends say the same.
+    Raises UserError as `commits_since`, and where both ends say the same.
     """
-    root = root or Path(megacore.__file__).parents[1]
-    _git(root, "rev-parse", "--git-dir", why=f"--against needs the repository, and {root} is no checkout of it")
-    name = f"{revision}^{{commit}}"
-    first = _git(root, "rev-parse", "--verify", "--quiet", name, why=f"--against {revision} is no commit: see git log")
-    unrelated = f"--against {revision} is not before HEAD: give a commit that git log shows"
-    _git(root, "merge-base", "--is-ancestor", first, "HEAD", why=unrelated)
-    commits = [first, *_git(root, "rev-list", "--reverse", "--first-parent", f"{first}..HEAD", why="git fails").split()]
+    commits, root = commits_since(revision, root), root or Path(megacore.__file__).parents[1]
+    first = commits[0]
     with tempfile.TemporaryDirectory(prefix="audit-") as directory:
         tree = Path(directory, "tree")
         _git(root, "worktree", "add", "--detach", str(tree), first, why=f"git makes no worktree of {root}")

@@ -281,8 +281,9 @@ def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_pa
         mock.patch("megacore.audit.replay._wrongly_loaded", return_value=["other weights"]),
         mock.patch("megacore.audit.command.first_change", lambda _, words: [" ".join(words)]),
     ):
-        _, said = audited(0, 1, [str(run), "--bisect", "--against", "x", "--device", "cpu"])
-    assert "--replay 1 --device cpu\n" in said, said
+        _, said = audited(0, 1, [str(run), "--bisect", "--against", "HEAD", "--device", "cpu"])
+        assert "--replay 1 --device cpu\n" in said, said
+        assert audited(0, 1, [str(run), "--bisect", "--against", "x", "--device", "cpu"]) == (2, "")
 
 
 class FlippedBit(Callback):
