@@ -8,9 +8,10 @@ pages, and huge pages make a fork with its end three times as cheap: 70,000 entr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-import importlib.util
+import importlib
 import os
 import re
 import sys
@@ -33,9 +34,16 @@ from megacore.parallel.mesh import Mesh
 
 # What programs and tests import, as far as it is installed: a GPU's machine may lack transformers.
 IMPORTED = [
-    "megacore.observe.for_training",
+    *(f"megacore.{ring}.for_training" for ring in ("observe", "plan", "survive", "watch")),
+    *(
+        "megacore.arrive.command_line",
+        "megacore.audit.command",
+        "megacore.commands.lr_range",
+        "megacore.survive.keeper",
+    ),
     *(f"megacore.train.{name}" for name in ("bert_task", "engine", "gpt_task", "launch", "trainer")),
-    *("pretrain_bert", "pretrain_gpt", "pytest", "tests.parity.bert_runs", "transformers.modeling_utils"),
+    *("pretrain_bert", "pretrain_gpt", "pytest", "tests.parity.bert_runs", "tools.convert_checkpoint"),
+    *("encodings.idna", "transformers.models.gpt2.modeling_gpt2"),
 ]
 
 
@@ -57,7 +65,7 @@ def use_huge_pages() -> None:
 def warm_up() -> None:
     """Run one small training step, so that everything imported or built lazily exists before the fork."""
     for name in IMPORTED:
-        if importlib.util.find_spec(name.split(".")[0]):
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     torch.set_num_threads(1)  # OpenMP threads do not survive a fork
     model = torch.nn.Linear(4, 4)

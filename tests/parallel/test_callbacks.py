@@ -19,9 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from wandb.proto import wandb_internal_pb2
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.save import Saved
@@ -249,7 +247,9 @@ def test_what_a_callback_tells_is_printed_and_recorded(tmp_path: Path, capsys: p
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads."""
+    """What TensorBoard itself reads. It takes most of a second to load, which ranks would do too."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     accumulator.Reload()
     return {
@@ -307,6 +307,8 @@ def read_records(directory: Path) -> Iterator[Any]:
 
     W&B's process may be writing: reading ends at the first chunk whose checksum its content does not have yet.
     """
+    from wandb.proto import wandb_internal_pb2
+
     path = max(directory.glob("wandb/offline-run-*/*.wandb"))
     content, position, parts = path.read_bytes(), 7, b""
     while position + 7 <= len(content):

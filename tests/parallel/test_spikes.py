@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import mse_loss
 
 from megacore import ops
@@ -30,6 +29,7 @@ from megacore.train.rollback import Rollbacks, rollbacks_of
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
+from tests.parallel.test_callbacks import scalars
 from tests.parity.runs import BATCH, SEQUENCE, VOCAB, Layout, gather, make_config, make_trainer
 
 STEPS, SAVE = 14, 4
@@ -251,10 +251,9 @@ def test_what_a_run_writes_has_every_step_once(tmp_path: Path) -> None:
     losses = [json.loads(line)["train/loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == list(zip(every, losses, strict=True))
-    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
-    board.Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
-    assert shown == [(step, float(np.float32(loss))) for step, loss in zip(every, losses, strict=True)]
+    assert scalars(tmp_path / "board")["train/loss"] == [
+        (step, float(np.float32(loss))) for step, loss in zip(every, losses, strict=True)
+    ]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     passes = [event["args"]["step"] for event in events if event["ph"] == "X" and event["cat"] == "pass"]
     assert passes == list(range(2, 12))
