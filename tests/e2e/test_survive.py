@@ -26,6 +26,14 @@ STEPS = 12
 RUN = {"train_iters": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "reproducible": True, "hidden_size": 32}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of the run that nothing happens to, in one process."""
+    output = tmp_path_factory.mktemp("alone")
+    launching.losses_of_one_process(output, **RUN)
+    return output
+
+
 def children(output: Path) -> dict[int, int]:
     """The processes that train into a directory, by the ranks of their keepers."""
     return {rank: said["child"] for rank, said in keepers() if said["output_dir"] == str(output)}
@@ -56,8 +64,9 @@ def check(output: Path, reference: Path, recoveries: int) -> None:
         pytest.param({"dp": 4, "zero_stage": 3, "save_interval": 1}, [(4, "KILL", [2])], marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_stopped_ranks_are_replaced(layout: dict[str, Any], strikes: list[Any], tmp_path: Path) -> None:
-    launching.losses_of_one_process(tmp_path / "alone", **RUN)
+def test_killed_and_stopped_ranks_are_replaced(
+    layout: dict[str, Any], strikes: list[Any], alone: Path, tmp_path: Path
+) -> None:
     output, ranks = tmp_path / "out", layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
     flags = small_run(output, survive=True, ledger=True, **RUN, **layout)
     with under_torchrun(tmp_path / "logs", ranks, PROGRAM, *flags) as job:
@@ -67,15 +76,14 @@ def test_killed_and_stopped_ranks_are_replaced(layout: dict[str, Any], strikes: 
             for rank in struck:
                 os.kill(of[rank], getattr(signal, f"SIG{name}"))
         assert job.ends(START)[0] == 0, job.said()
-    check(output, tmp_path / "alone", len(strikes))
+    check(output, alone, len(strikes))
     history = History(output / FILE)
     assert [line.kind for line in history.lines].count("start") == 1 + len(strikes)
     assert sorted(history.steps) == list(range(1, STEPS + 1))
 
 
-def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp_path: Path) -> None:
+def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(alone: Path, tmp_path: Path) -> None:
     """The keepers are started by hand, as Slurm does: no agent ends all of them with one."""
-    launching.losses_of_one_process(tmp_path / "alone", **RUN)
     output, port = tmp_path / "out", launching.free_port()
     flags = small_run(output, survive=True, dp=2, **RUN)
     with (
@@ -89,7 +97,7 @@ def test_the_others_continue_without_a_lost_rank_and_with_it_when_it_is_back(tmp
             assert (first.wait(patience(START)), third.wait(patience(END))) == (0, 0)
     said = (tmp_path / "first.err").read_text()
     assert "1 rank (one process) continue from step" in said and "rank 1 is back: 2 ranks (dp 2) continue" in said
-    check(output, tmp_path / "alone", 2)
+    check(output, alone, 2)
 
 
 TWO_DEVICES = """
@@ -103,10 +111,9 @@ dist.init_process_group = init
 """
 
 
-def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
+def test_a_spare_takes_the_place_of_a_lost_rank(alone: Path, tmp_path: Path) -> None:
     """The layout stays, the spare has its device, and the lost rank is a spare when it is back. What a killed job of
     the same name has left in memory is not taken."""
-    launching.losses_of_one_process(tmp_path / "alone", **RUN)
     output, port, events = tmp_path / "out", launching.free_port(), tmp_path / "out" / "events.jsonl"
     environment = launching.environment() | {name: str(v) for name, v in launching.by_hand(0, port, 3).items()}
     left = job_directory("survive", environment, str(output)) / "g3" / "slot-1"
@@ -126,11 +133,10 @@ def test_a_spare_takes_the_place_of_a_lost_rank(tmp_path: Path) -> None:
         with started(program, tmp_path / "back.err", *flags, **launching.by_hand(1, port, 3)) as back:
             assert [one.wait(patience(START)) for one in (ranks[0], ranks[2], back)] == [0, 0, 0]
     assert "the keeper of rank 1 is lost: 2 ranks (dp 2) continue from step" in (tmp_path / "0.err").read_text()
-    check(output, tmp_path / "alone", 1)
+    check(output, alone, 1)
 
 
-def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(tmp_path: Path) -> None:
-    launching.losses_of_one_process(tmp_path / "alone", **RUN)
+def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(alone: Path, tmp_path: Path) -> None:
     output, settings, said = tmp_path / "out", tmp_path / "set.toml", tmp_path / "said"
     settings.write_text("[training]\nseed = 1234")
     flags = [*small_run(output, survive=True, survive_interval=10, save_interval=3, **RUN), "--config", str(settings)]
@@ -140,7 +146,7 @@ def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(tmp_path: Path) 
         os.kill(children(output)[0], signal.SIGKILL)
         assert job.wait(patience(START)) == 0, said.read_text()
     assert "continue from step 3 on disk" in said.read_text() or "step 6 on disk" in said.read_text()
-    check(output, tmp_path / "alone", 1)
+    check(output, alone, 1)
 
 
 def test_a_failure_of_the_program_ends_the_run(tmp_path: Path) -> None:
