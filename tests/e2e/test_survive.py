@@ -64,9 +64,7 @@ def check(output: Path, reference: Path, recoveries: int) -> None:
         pytest.param({"dp": 4, "zero_stage": 3, "save_interval": 1}, [(4, "KILL", [2])], marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_stopped_ranks_are_replaced(
-    layout: dict[str, Any], strikes: list[Any], alone: Path, tmp_path: Path
-) -> None:
+def test_killed_and_stopped_ranks_are_replaced(layout: Any, strikes: Any, alone: Path, tmp_path: Path) -> None:
     output, ranks = tmp_path / "out", layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
     flags = small_run(output, survive=True, ledger=True, **RUN, **layout)
     with under_torchrun(tmp_path / "logs", ranks, PROGRAM, *flags) as job:
