@@ -27,9 +27,9 @@ from megacore.plan.memory import plan_memory
 from megacore.plan.plan_picture import frontier_picture
 from megacore.plan.planner import make_plan, scheduled, usable_bytes, usable_host_bytes
 from megacore.plan.search import Found, search, with_memory
-from megacore.plan.search_conflicts import conflict, too_many_ranks, ways_of_search
+from megacore.plan.search_conflicts import conflicts, ways_of_search
 from megacore.plan.search_report import search_json, search_table
-from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees, impossible_limits
+from megacore.plan.search_space import RECOMPUTED, Constraints, context_degrees
 from megacore.tracer.memory import traced_memory
 
 SEARCHED = (
@@ -47,7 +47,7 @@ MOST_RANKS = 1 << 20
 # Limits: flags without their dashes and "max" or "min".
 _LEAST = (*degree_fields(), "ep")
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
-_LIMITS = (("max", "at most", operator.le), ("min", "at least", operator.ge))
+_LIMITS = {"max": operator.le, "min": operator.ge}
 
 
 def add_search_flags(parser: PlanParser) -> None:
@@ -90,14 +90,10 @@ def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[
 
 def _without_effect_in_search(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:
     """Flags of a search that change nothing beside others, or contradict them."""
-    for name, (kind, is_kept, keeps) in itertools.product(_MOST, _LIMITS):
+    for name, (kind, keeps) in itertools.product(_MOST, _LIMITS.items()):
         value, limit = given.get(name.replace("-", "_")), getattr(args, f"{kind}_{name.replace('-', '_')}", None)
-        if value is None or limit is None:
-            continue
-        if keeps(value, limit):
+        if value is not None and limit is not None and keeps(value, limit):
             yield f"--{kind}-{name} {limit} has no effect with --{name} {value}: leave one of them out"
-        else:
-            yield f"--{name} {value} must be {is_kept} --{kind}-{name} {limit}: leave one of them out"
     if (only := _only_one("pp", args, given)) is not None:
         for name in ("schedule", "pipeline_balance"):
             if name in args.fixed:
@@ -133,12 +129,6 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
     if not args.search:
         for flag, value in given.items():
             yield f"--{flag} {value} limits --search: add --search, or leave it out"
-    for name in _LEAST:
-        least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
-        if least is not None and most is not None and least > most:
-            ways = f"--min-{name} {_near(most, args.world_size, up=False)} or less"
-            ways += f", or --max-{name} {_near(least, args.world_size, up=True)} or more"
-            yield f"--min-{name} {least} must be at most --max-{name} {most}: use {ways}"
     limit = given.get("max-memory-gb")
     if args.search and args.world_size is not None and cluster is not None and limit is not None:
         usable = usable_bytes(cluster, args.world_size) / 1e9
@@ -149,24 +139,11 @@ def wrong_limits(args: argparse.Namespace, cluster: Cluster | None) -> Iterator[
             )
 
 
-def _near(limit: int, world: int | None, *, up: bool) -> int:
-    """The divisor of the number of ranks next to a limit; the limit where there is none, or no such number."""
-    if world is None or not 1 <= world <= MOST_RANKS:
-        return limit
-    known = [d for d in divisors(world, most=None) if (d >= limit if up else d <= limit)]
-    return (min if up else max)(known, default=limit)
-
-
 def require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
-    """Limits leave each degree a value. Raises ConfigError with what is wrong."""
+    """A valid layout keeps all that is given. Raises ConfigError with what is wrong."""
     if not args.search or args.world_size is None or cluster is None or not 1 <= args.world_size <= MOST_RANKS:
         return
-    constraints, names_batch = _constraints(args), args.usual_batch is None
-    problems = [
-        *too_many_ranks(config, cluster, constraints, batch_of_ranks=not names_batch),
-        *impossible_limits(config, constraints, names_batch=names_batch),
-    ]
-    if problems:
+    if problems := list(conflicts(config, cluster, _constraints(args), batch_of_ranks=args.usual_batch is not None)):
         raise ConfigError(problems)
 
 
@@ -243,7 +220,7 @@ def _require_found(
     if found.layouts:
         return
     if not found.tried:
-        raise ConfigError([conflict(config, cluster, constraints, batch_of_ranks=batch_of_ranks)])
+        raise ConfigError([f"--search: no layout of --world-size {constraints.world_size} is worth a try: use another"])
     ways = []
     if found.least_memory is not None:
         least = _three_digits(found.least_memory / 1e9, math.ceil)

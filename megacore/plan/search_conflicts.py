@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, violations
-from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.problem import Problem
 from megacore.config.solve import fields_of
@@ -18,13 +16,10 @@ from megacore.config.spelling import flag, flag_and_value
 from megacore.plan.cluster import Cluster
 from megacore.plan.search import Found, search
 from megacore.plan.search_space import (
-    LEAST_POSITIONS,
     Choice,
     Constraints,
     Validity,
-    context_degrees,
     divisions_of,
-    possible_degrees,
     variants,
     with_batch,
     with_choice,
@@ -53,17 +48,27 @@ class _Given(NamedTuple):
     def __str__(self) -> str:
         return flag_and_value(self.name, self.value).replace("--", self.prefix, 1)
 
+    def distance(self, choice: Choice) -> float:
+        """How far a layout is from keeping it: 0 where it does, of numbers in powers of two."""
+        value = _value(choice, self.name)
+        if value == self.value or (self.kind != "fixed" and (value > self.value) == (self.kind == "least")):
+            return 0.0
+        return abs(math.log2(value / self.value)) if value and isinstance(self.value, int) and self.value else 1.0
+
     def flag_with(self, values: Sequence[Any]) -> str:
         """The flag with other values."""
-        if not values:
-            return f"no {self}"
         if isinstance(self.value, bool):
             return one_of([flag_and_value(self.name, value) for value in values])
         return f"{flag(self.name).replace('--', self.prefix, 1)} {one_of(values)}"
 
 
-def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool) -> str:
-    """What is wrong with constraints that no valid layout keeps.
+def conflicts(
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
+) -> Iterator[str]:
+    """What is wrong with constraints that change nothing, or that no valid layout keeps.
+
+    Named are constraints of which each one is needed for the contradiction. First come ways out that change one flag or
+    number and keep everything else; where there are none, the values of the nearest layout together.
 
     Args:
         config: of the search.
@@ -80,72 +85,27 @@ def conflict(config: ResolvedConfig, cluster: Cluster, constraints: Constraints,
     def is_possible(given: Sequence[_Given]) -> bool:
         return next(layouts(given), None) is not None
 
-    product, ranks = _largest_product(config, constraints)
-    sizes = list(_other_sizes(config, cluster, constraints, ranks, batch_of_ranks=batch_of_ranks))
     given = needed = _all_of(constraints)
-    if ranks < constraints.world_size:
-        ways = [
-            one.flag_with(_nearest(one, values))
-            for one in given
-            if (values := _values(layouts(_without(given, one)), one.name))
-        ]
-        ways = [*ways, *sizes] or ["larger ones" if given else _ANOTHER]
-        return f"--search: {product} must be at least {world}: use {', or '.join(ways)}"
+    if config.model.experts is None:
+        idle = (one for one in given if one.name in ("ep", "etp"))
+        yield from (f"{one} has no effect without experts: leave it out, or use --num-experts" for one in idle)
+    if is_possible(given):
+        return
+    ways = list(_other_sizes(config, cluster, constraints, batch_of_ranks=batch_of_ranks))
     if not is_possible([]):
-        return f"--search: no layout of {world} is valid: use {', or '.join(sizes) or _ANOTHER}"
+        yield f"--search: no layout of {world} is valid: use {', or '.join(ways) or _ANOTHER}"
+        return
     for one in given:
         if not is_possible(others := _without(needed, one)):
             needed = others
-    ways = []
-    for one in needed:
-        possible = [_values(layouts(_without(from_, one)), one.name) for from_ in (given, needed)]
-        ways.append(one.flag_with(_nearest(one, possible[0] or possible[1])))
-    contradiction = " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
-    return f"--search: no valid layout of {world} has {contradiction}: use {', or '.join([*ways, *sizes])}"
-
-
-def too_many_ranks(
-    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
-) -> Iterator[str]:
-    """That the given degrees and the smallest ones need more ranks than there are; arguments as for `conflict`.
-
-    Each way out leaves a division of the ranks: one flag or, where none does, several flags together; or more ranks.
-    """
-    world = constraints.world_size
-    rest = [one for one in _all_of(constraints) if one.kind == "most" or one.name not in degree_fields()]
-    given = [one for name in degree_fields() for one in _all_of(constraints) if one.name == name and one not in rest]
-    ranks = math.prod(one.value for one in given)
-    if ranks <= world or len(given) < 2:
-        return
-
-    def divisions(given: Sequence[_Given], ranks: int = world) -> Iterator[Mapping[str, Any]]:
-        sized = with_batch(config, config.training.global_batch_size // world * ranks) if batch_of_ranks else config
-        allowed = dataclasses.replace(_with(constraints, [*rest, *given]), world_size=ranks)
-        return divisions_of(sized, cluster, allowed)
-
-    ways = list[str]()
-    for one in given:
-        smaller = [one._replace(value=d) for d in divisors(world, most=None) if d < one.value]
-        works = [less for less in smaller if next(divisions([*_without(given, one), less]), None) is not None]
-        if works and one.kind == "least":
-            ways.append(f"{works[-1]} or less")
-        elif works:
-            ways.append(one.flag_with([less.value for less in works]))
+    possible = {one: set(_values(layouts(_without(given, one)), one.name)) for one in needed}
+    ways = [one.flag_with(_nearest(one, values)) for one, values in possible.items() if values] + ways
     if not ways:
-        nearest = min(divisions([]), key=partial(_distance, given), default=None)
-        if nearest is not None:
-            lower = [one._replace(value=min(one.value, nearest[one.name])) for one in given]
-            ways.append(" ".join(str(less) for less, one in zip(lower, given, strict=True) if less != one))
-    if next(divisions(given, ranks), None) is not None:
-        ways.append(f"--world-size {ranks}")
-    product = " x ".join(map(str, given))
-    yield f"{product} = {ranks} must be at most --world-size {world}: use {', or '.join(ways or ['smaller ones'])}"
-
-
-def _distance(given: Sequence[_Given], degrees: Mapping[str, Any]) -> tuple[float, float]:
-    """How many times smaller degrees are than the given ones, in all and at the most."""
-    factors = [max(one.value / degrees[one.name], 1.0) for one in given]
-    return math.prod(factors), max(factors)
+        nearest = min(layouts([]), key=lambda choice: sum(one.distance(choice) for one in given))
+        needed = [one for one in given if one.distance(nearest)]
+        ways = [" ".join(str(one._replace(value=_value(nearest, one.name))) for one in needed)]
+    contradiction = " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
+    yield f"--search: no valid layout of {world} has {contradiction}: use {', or '.join(ways)}"
 
 
 def _layouts(
@@ -171,10 +131,10 @@ def _reason(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, 
 
 
 def _other_sizes(
-    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, most: int, *, batch_of_ranks: bool
+    config: ResolvedConfig, cluster: Cluster, constraints: Constraints, *, batch_of_ranks: bool
 ) -> Iterator[str]:
     """Numbers of ranks of which a layout keeps all constraints, and batches: the nearest ones, or else divisors and
-    multiples; `most` ranks is the product of the largest degrees."""
+    multiples."""
     world, batch = constraints.world_size, config.training.global_batch_size
 
     def is_possible(ranks: int, size: int) -> bool:
@@ -183,40 +143,16 @@ def _other_sizes(
         return any(map(Validity(sized, ranks), tried))
 
     def nearest(number: int, is_right: Callable[[int], bool]) -> list[int]:
-        fewer = sorted({most, *divisors(number, most=None)}, reverse=True)
-        below = [*range(number - 1, max(number - _NEAR, 0), -1), *(size for size in fewer if size <= number - _NEAR)]
-        more = [size for size in multiples(number, world) if size > number]
-        above = [*range(number + 1, number + _NEAR), *more, 2 * number]
-        found = (next(filter(is_right, side), None) for side in (below, above))
+        fewer = [size for size in reversed(divisors(number, most=None)) if size <= number - _NEAR]
+        more = [size for size in (*multiples(number, world), 2 * number) if size >= number + _NEAR]
+        sides = [*range(number - 1, max(number - _NEAR, 0), -1), *fewer], [*range(number + 1, number + _NEAR), *more]
+        found = (next(filter(is_right, side), None) for side in sides)
         return [one for one in found if one is not None]
 
     if worlds := nearest(world, lambda ranks: is_possible(ranks, batch // world * ranks if batch_of_ranks else batch)):
         yield f"--world-size {one_of(worlds)}"
     if not batch_of_ranks and (batches := nearest(batch, lambda size: is_possible(world, size))):
         yield f"--global-batch-size {one_of(batches)}"
-
-
-def _largest_product(config: ResolvedConfig, constraints: Constraints) -> tuple[str, int]:
-    """The product of the largest degrees, in words and as a number."""
-    possible, factors, ranks = possible_degrees(config, constraints), [], 1
-    world = constraints.world_size
-    for name in degree_fields():
-        values, reason = possible[name]
-        if name == "cp":
-            values = [cp for cp in context_degrees(config, constraints) if world % cp == 0]
-            reason = f"leave a rank {LEAST_POSITIONS:,} positions"
-        largest = max((value for value in values if constraints.allow(name, value)), default=1)
-        ranks *= largest
-        if name in constraints.fixed:
-            factors.append(f"--{name} {largest}")
-        elif name in constraints.most:
-            most = constraints.most[name]
-            factors.append(f"--max-{name} {most}" + (f" ({largest} is possible)" if largest < most else ""))
-        elif largest > 1 or name != "cp":
-            factors.append(
-                f"--{name} {largest} (the largest possible: it must divide --world-size {world} and {reason})"
-            )
-    return f"{' x '.join(factors)} = {ranks}", ranks
 
 
 def _all_of(constraints: Constraints) -> list[_Given]:
@@ -235,12 +171,15 @@ def _without(given: Sequence[_Given], one: _Given) -> list[_Given]:
     return [other for other in given if other is not one]
 
 
-def _values(choices: Iterable[Choice], name: str) -> set[Any]:
+def _values(choices: Iterable[Choice], name: str) -> Iterator[Any]:
     """The values of a field."""
+    return (value for choice in choices if (value := _value(choice, name)) is not None)
+
+
+def _value(choice: Choice, name: str) -> Any:
     if name == "etp":
-        return {choice.parallel.expert_split for choice in choices}
-    sections = (choice.parallel if hasattr(choice.parallel, name) else choice.training for choice in choices)
-    return {getattr(section, name) for section in sections} - {None}
+        return choice.parallel.expert_split
+    return getattr(choice.parallel if hasattr(choice.parallel, name) else choice.training, name)
 
 
 def _nearest(given: _Given, possible: set[Any]) -> list[Any]:

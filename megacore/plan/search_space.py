@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from megacore.config import Config, ResolvedConfig, ResolvedParallel, ResolvedTraining, violations
 from megacore.config.dimensions import ranks_of_role
-from megacore.config.messages import at_most, divisors, one_of
+from megacore.config.messages import divisors
 from megacore.config.parallel import STAGED_SCHEDULES, V_SCHEDULES
-from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_file import placement
@@ -70,8 +69,8 @@ class Constraints:
     def among(self, name: str, values: Iterable[T]) -> list[T]:
         """What a field may be: its given value, or those of `values` that are within the limits."""
         if name in self.fixed:
-            return [self.fixed[name]]
-        return [value for value in values if not isinstance(value, int) or self.allow(name, value)]
+            values = [self.fixed[name]]
+        return [value for value in values if self.within_limits(name, value)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,73 +136,6 @@ def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
     """The product of the degrees that a search chooses."""
     parallel = config.parallel
     return constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
-
-
-def possible_degrees(config: ResolvedConfig, constraints: Constraints) -> dict[str, tuple[list[int], str]]:
-    """The values that each degree may have, whatever the others and the limits are, and what it must do: words that
-    follow `must divide --world-size N and`."""
-    heads, layers = config.model.num_attention_heads, config.model.num_layers
-    batch, sequence = config.training.global_batch_size, config.data.seq_length
-    parts, experts = divisors(_ranks_to_divide(config, constraints), most=None), config.model.experts
-    possible = {
-        "tp": ([d for d in parts if heads % d == 0], f"--num-attention-heads {heads}"),
-        "cp": ([d for d in parts if sequence % d == 0], f"--seq-length {sequence}"),
-        "pp": ([d for d in parts if d <= layers], f"be at most --num-layers {layers}"),
-        "dp": ([d for d in parts if batch % d == 0], f"--global-batch-size {batch}"),
-    }
-    if experts is not None:
-        number = experts.num_experts
-        possible["ep"] = [d for d in parts if number % d == 0], f"--num-experts {number}"
-    return possible
-
-
-def impossible_limits(config: ResolvedConfig, constraints: Constraints, *, names_batch: bool = True) -> list[str]:
-    """What is wrong with limits and given values that leave a degree no value, whatever the other degrees are.
-
-    Limits of which the smallest value is above the largest, and given values that are not within the limits, are left
-    to the caller.
-
-    Args:
-        config: of the search.
-        constraints: what a layout may be.
-        names_batch: the global batch size is given, and not taken from the number of ranks.
-    """
-    possible, problems = possible_degrees(config, constraints), []
-    if config.model.experts is None:
-        of_experts = {flag_and_value(n, v) for n, v in constraints.fixed.items() if n in ("ep", "etp")}
-        for limit, values_of in (("min", constraints.least), ("max", constraints.most)):
-            of_experts |= {f"--{limit}-ep {value}" for name, value in values_of.items() if name == "ep"}
-        problems += [
-            f"{flag} has no effect without experts: leave it out, or use --num-experts" for flag in sorted(of_experts)
-        ]
-    for name, (values, reason) in possible.items():
-        least, most = constraints.least.get(name), constraints.most.get(name)
-        inverted = least is not None and most is not None and least > most
-        if inverted or any(constraints.allow(name, value) for value in values):
-            continue
-        if constraints.fixed.get(name) in values:  # but not within the limits
-            continue
-        flags = {f"--min-{name}": least, f"--max-{name}": most}
-        if name in constraints.fixed:
-            flags = {f"--{name}": constraints.fixed[name]}
-        texts = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
-        also = f" and {reason}" if names_batch or name != "dp" else ""
-        said = "is not possible" if name in constraints.fixed else f"leave{'s' if len(texts) == 1 else ''} no --{name}"
-        problems.append(
-            f"{' and '.join(texts)} {said}: --{name} must divide --world-size {constraints.world_size}{also}, so it "
-            f"can only be {one_of(values)}{_other_limits(name, values, least, most)}"
-        )
-    return problems
-
-
-def _other_limits(name: str, values: Sequence[int], least: int | None, most: int | None) -> str:
-    """The limits of a degree that leave it one of its values, each with the other limit as it is."""
-    ways = []
-    if least is not None and (below := [value for value in values if most is None or value <= most]):
-        ways.append(f"--min-{name} {at_most(max(below))}")
-    if most is not None and (above := [value for value in values if least is None or value >= least]):
-        ways.append(f"--max-{name} {min(above)} or more")
-    return f": use {', or '.join(ways)}" if ways else ""
 
 
 def context_degrees(config: Config | ResolvedConfig, constraints: Constraints) -> list[int]:
