@@ -31,7 +31,7 @@ from megacore.plan.devices import Case
 from megacore.plan.shared_results import once_per
 from megacore.plan.software import Software
 from megacore.plan.state import expert_share, held_by_layer, held_experts
-from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic
+from megacore.plan.traffic import ReplicaTraffic, Sent, layer_traffic, recomputed_whole, replica_traffic, weights_apart
 
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
 # Unfused attention's tensors [b, n/t, s, s]. Forward: scores written, read and written by the softmax, read by the mix.
@@ -442,7 +442,8 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[ModelLayer], total: 
         forward = backward = 0.0
     hidden_forward, hidden_backward = min(gather, forward), min(gather + reduce, backward)
     exposed_forward, exposed_backward = gather - hidden_forward, gather + reduce - hidden_backward
-    apart = gather if config.parallel.may_split_backward else 0.0  # of all weights, before their gradients
+    counts = weights_apart(config, 0) if gather else [0]
+    apart = gather * sum(counts) / len(counts) / config.microbatches  # of all weights, before their gradients
     waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts(exposed=apart))
     return StageTime(
         passes=total + waiting,

@@ -16,7 +16,8 @@ reduces to all; these are the bytes that each rank sends, and that it receives (
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -29,8 +30,10 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
 from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
+from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.partition import stage_ranges
-from megacore.pipeline.schedule_file import placement
+from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule_file import placement, training_schedule
 from megacore.plan.devices import Device
 from megacore.plan.roofline import Collective, Pattern, groups_between_nodes, transfer_seconds
 from megacore.plan.state import (
@@ -64,13 +67,13 @@ class Sent(Collective):
     Attributes:
         role: of the group.
         what: they carry.
-        count: of them.
+        count: of them; a mean where some parameters are sent more often than others.
         among: the ranks that form such groups (`crossing`).
     """
 
     role: Role
     what: str
-    count: int
+    count: float
     among: range
 
     @property
@@ -140,6 +143,70 @@ class LayerTraffic(NamedTuple):
     again: tuple[Sent, ...]
 
 
+GroupName = Literal["layer", "split", "sequence", "experts", "replicas", "shards", "across", "copies"]
+
+
+class _Group(NamedTuple):
+    """Groups that all ranks form, by what they are for."""
+
+    role: Role
+    ranks: int
+    stride: int
+
+
+def _group(config: ResolvedConfig, name: GroupName) -> _Group:
+    """`split`: the ranks that split an expert; `copies`: those that hold the same one."""
+    parallel = config.parallel
+    if name == "split":
+        return _Group("layer", parallel.expert_split, 1)
+    if name == "experts":
+        return _Group("experts", parallel.ep, parallel.expert_split)
+    if name == "copies":
+        return _Group("replicas", expert_copies(parallel), parallel.ep * parallel.expert_split)
+    t = ranks_of_role("layer", parallel)
+    if name == "layer":
+        return _Group("layer", t, 1)
+    if name == "sequence":
+        return _Group("sequence", ranks_of_role("sequence", parallel), t)
+    replicas, shards = ranks_of_role("replicas", parallel), shard_ranks(parallel)
+    if name == "across":
+        return _Group("replicas", replicas // shards, t * shards)
+    return _Group("replicas", replicas if name == "replicas" else shards, t)
+
+
+def _sent(
+    config: ResolvedConfig, group: GroupName, pattern: Pattern, what: str, size: float, *counts: float
+) -> list[list[Sent]]:
+    """Transfers of one kind, of which there are so many; none in a group of one rank, and none if nothing is in them.
+    A list for each count."""
+    role, ranks, stride = _group(config, group)
+    among, sends = range(config.parallel.ranks), size > 0 and ranks > 1
+    return [
+        [Sent(role=role, pattern=pattern, what=what, bytes=size, count=n, ranks=ranks, stride=stride, among=among)]
+        if n and sends
+        else []
+        for n in counts
+    ]
+
+
+class _Passes:
+    """Collects what a layer sends. `again`: whether backward computes its forward again, with its transfers."""
+
+    def __init__(self, config: ResolvedConfig, *, again: bool) -> None:
+        self.config, self.again = config, again
+        self.forward, self.backward, self.repeated = list[Sent](), list[Sent](), list[Sent]()
+
+    def add(
+        self, group: GroupName, pattern: Pattern, what: str, size: float,
+        *, forward: int = 0, backward: int = 0, again: int = 0, selective: int = 0,
+    ) -> None:  # fmt: skip
+        """Add so many transfers by pass. `selective`: those that recomputation of attention alone repeats."""
+        repeated = again if self.again else selective * (self.config.training.recompute == "selective")
+        sent = _sent(self.config, group, pattern, what, size, forward, backward, repeated)
+        for transfers, more in zip((self.forward, self.backward, self.repeated), sent, strict=True):
+            transfers += more
+
+
 def layer_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
     """Transfers of a layer over the layer group, and over the ranks that divide sequences, for one microbatch.
 
@@ -148,240 +215,143 @@ def layer_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> 
         layer: one of the model's.
         again: whether backward computes the layer's forward again, with its transfers.
     """
-    kinds = [_tensor_traffic(config, layer, again=again), _context_traffic(config, layer, again=again)]
-    if layer.block is not None and layer.block.experts is not None:
-        kinds.append(_expert_traffic(config, layer.block, again=again))
-    return LayerTraffic(*(sum(passes, ()) for passes in zip(*kinds, strict=True)))
+    passes = _Passes(config, again=again)
+    if ranks_of_role("layer", config.parallel) > 1:
+        _add_tensor_traffic(passes, layer)
+    if ranks_of_role("sequence", config.parallel) > 1:
+        _add_context_traffic(passes, layer)
+    if layer.block is not None and (share := expert_share(config, layer.block)) is not None:
+        _add_expert_traffic(passes, share)
+    return LayerTraffic(tuple(passes.forward), tuple(passes.backward), tuple(passes.repeated))
 
 
-def _expert_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool) -> LayerTraffic:
+def _add_expert_traffic(passes: _Passes, share: ExpertShare) -> None:
     """Rows to their experts and back, with the number of rows for each; their gradients the other way. What the ranks
-    that split an expert gather and sum. And the choices of a sequence, where a loss balances them."""
-    share, e, parallel = expert_share(config, block), ELEMENT_BYTES[config.precision.precision], config.parallel
-    assert share is not None
+    that split an expert gather and sum. And the choices of a sequence, where a loss balances them: how often each
+    expert was chosen, and how many choices are padding.
+
+    Recomputation keeps the route, and stops before the last sum, which no gradient needs: with a shared expert that is
+    its own. With canonical blocks all positions are on every rank, and the sums of what the experts give, and of the
+    gradients of what enters each of their matrices, in fp32."""
+    config, e, add = passes.config, ELEMENT_BYTES[passes.config.precision.precision], passes.add
     whole, weights = e * share.tokens * share.hidden, 4.0 * share.rows  # of a token's experts, in fp32
+    split, is_canonical = bool(config.parallel.sequence_parallel), canonical_blocks(config) > 1
+    sequence, has_shared = ranks_of_role("sequence", config.parallel), bool(share.experts.moe_shared_expert_size)
 
-    if canonical_blocks(config) > 1:
-        return _gathered_expert_traffic(config, share, again=again)
+    def gathered(what: str, size: float, **counts: int) -> None:
+        if is_canonical and split:
+            add("layer", "all-gather", what, size / sequence, **counts)
+        if is_canonical or split:
+            add("sequence" if is_canonical else "split", "all-gather", what, size, **counts)
 
-    def of_split(pattern: Pattern, what: str, size: float) -> tuple[Sent, ...]:
-        return _sent(config, "layer", pattern, what, size, ranks=parallel.expert_split)
-
-    routing, taken = _among_experts(config, "numbers of rows", 8.0 * share.experts.num_experts), tuple[Sent, ...]()
-    rows = _among_experts(config, "rows of experts", e * share.rows * share.hidden, 2)
+    if is_canonical:
+        gathered("indices of experts", 2 * weights, forward=1)
+    add("experts", "all-to-all", "numbers of rows", 8.0 * share.experts.num_experts, forward=1)
+    if not is_canonical:
+        gathered("indices of experts", 2 * weights, forward=1)
     if share.experts.moe_aux_loss_coeff:
-        taken += _choices(config, share)
-    if parallel.sequence_parallel:
-        taken += of_split("all-gather", "tokens", whole) + of_split("all-gather", "weights of experts", weights)
-        routing += of_split("all-gather", "indices of experts", 2 * weights)
-        leaving, back = of_split("reduce-scatter", "tokens", whole), of_split("all-gather", "tokens", whole)
-        back += of_split("reduce-scatter", "tokens", whole) + of_split("reduce-scatter", "weights of experts", weights)
-    else:
-        leaving = of_split("all-reduce", "tokens", whole)
-        back = leaving + of_split("all-reduce", "weights of experts", weights)
-    # Recomputation stops before the last sum, which no gradient needs: with a shared expert that is its own.
-    repeated = taken + rows + (leaving if share.experts.moe_shared_expert_size else ())
-    # Recomputation keeps the route.
-    return LayerTraffic(routing + taken + rows + leaving, back + rows, repeated if again else ())
+        size = 4.0 * config.training.micro_batch_size * (share.experts.num_experts + 1)
+        add("sequence", "all-reduce", "choices", size, forward=1, again=1)
+        add("layer", "all-reduce", "choices", size, forward=split, again=split)
+    gathered("tokens", whole, forward=1, backward=1, again=1)
+    gathered("weights of experts", weights, forward=1, again=1)
+    summing: Pattern = "reduce-scatter" if split else "all-reduce"
+    if not is_canonical:
+        add("split", summing, "tokens", whole, backward=1)
+        add("split", summing, "weights of experts", weights, backward=1)
+    add("experts", "all-to-all", "rows of experts", e * share.rows * share.hidden, forward=2, backward=2, again=2)
+    if not is_canonical:
+        add("split", summing, "tokens", whole, forward=1, again=has_shared)
+        return
+    size, counts = 4.0 * share.rows * share.hidden, {"forward": 1, "backward": share.matrices - 1, "again": 1}
+    add("sequence", "all-reduce", "rows of experts", size, **counts)
+    add("layer", "all-reduce", "rows of experts", size, **counts)
 
 
-def _among_experts(config: ResolvedConfig, what: str, size: float, count: int = 1) -> tuple[Sent, ...]:
-    ranks, stride = config.parallel.ep, config.parallel.expert_split
-    return _sent(config, "experts", "all-to-all", what, size, ranks=ranks, stride=stride, count=count)
-
-
-def _choices(config: ResolvedConfig, share: ExpertShare) -> tuple[Sent, ...]:
-    """How often each expert was chosen in each sequence, and how many choices are padding: for a loss that balances."""
-    layer, sequence = ranks_of_role("layer", config.parallel), ranks_of_role("sequence", config.parallel)
-    size = 4.0 * config.training.micro_batch_size * (share.experts.num_experts + 1)
-    taken = _sent(config, "sequence", "all-reduce", "choices", size, ranks=sequence, stride=layer)
-    here = layer if config.parallel.sequence_parallel else 1
-    return taken + _sent(config, "layer", "all-reduce", "choices", size, ranks=here)
-
-
-def _gathered_expert_traffic(config: ResolvedConfig, share: ExpertShare, *, again: bool) -> LayerTraffic:
-    """With canonical blocks: all positions on every rank, and sums of what the experts give, and of the gradients of
-    what enters each of their matrices, in fp32 on every rank."""
-    parallel, e = config.parallel, ELEMENT_BYTES[config.precision.precision]
-    layer, sequence = ranks_of_role("layer", parallel), ranks_of_role("sequence", parallel)
-
-    def gathered(what: str, size: float) -> tuple[Sent, ...]:
-        here = layer if parallel.sequence_parallel else 1
-        of_layer = _sent(config, "layer", "all-gather", what, size / sequence, ranks=here)
-        return of_layer + _sent(config, "sequence", "all-gather", what, size, ranks=sequence, stride=layer)
-
-    def summed(count: int) -> tuple[Sent, ...]:
-        what, size = "rows of experts", 4.0 * share.rows * share.hidden
-        of_sequence = _sent(config, "sequence", "all-reduce", what, size, ranks=sequence, stride=layer, count=count)
-        return of_sequence + _sent(config, "layer", "all-reduce", what, size, ranks=layer, count=count)
-
-    routing = gathered("indices of experts", 8.0 * share.rows)
-    routing += _among_experts(config, "numbers of rows", 8.0 * share.experts.num_experts)
-    taken = _choices(config, share) if share.experts.moe_aux_loss_coeff else ()
-    whole = e * share.tokens * share.hidden
-    taken += gathered("tokens", whole) + gathered("weights of experts", 4.0 * share.rows)
-    rows = _among_experts(config, "rows of experts", e * share.rows * share.hidden, 2)
-    back = gathered("tokens", whole) + rows + summed(share.matrices - 1)
-    return LayerTraffic(routing + taken + rows + summed(1), back, taken + rows + summed(1) if again else ())
-
-
-def _sent(
-    config: ResolvedConfig,
-    role: Role,
-    pattern: Pattern,
-    what: str,
-    size: float,
-    *,
-    ranks: int,
-    stride: int = 1,
-    count: int = 1,
-) -> tuple[Sent, ...]:
-    """Transfers of one kind in groups that all ranks form; none in a group of one rank, and none if there are none."""
-    if ranks == 1 or not count:
-        return ()
-    among = range(config.parallel.ranks)
-    return (
-        Sent(role=role, pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride, among=among),
-    )
-
-
-def _context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
+def _add_context_traffic(passes: _Passes, layer: ModelLayer) -> None:
     """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
     rank's share at a time from rank to rank. Gradients of a share start where the next rank has computed its terms.
-    Or positions for heads, and back."""
-    ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
-    if ranks > 1 and canonical_blocks(config) > 1:
-        return _gathered_context_traffic(config, layer, again=again)
-    if ranks == 1 or layer.block is None:
-        return LayerTraffic((), (), ())
-    if layer.block.is_linear:
-        return _chunk_traffic(config, layer.block, again=again or config.training.recompute == "selective")
-    stride = ranks_of_role("layer", config.parallel)
-    # Numbers in the keys and values of a microbatch's sequences.
-    width = layer.block.head_size * max(layer.block.query_groups / stride, 1)
-    keys = 2.0 * config.training.micro_batch_size * config.data.seq_length * width
-
-    def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
-        return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
-
-    if config.context_comm == "ulysses":
-        t, block = ranks_of_role("layer", config.parallel), layer.block
-        tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
+    Or positions for heads, and back. Recomputation of attention stops before its results, which backward does not need,
+    are exchanged."""
+    config, block, add = passes.config, layer.block, passes.add
+    ranks, t = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
+    e, b = ELEMENT_BYTES[config.precision.precision], config.training.micro_batch_size
+    if canonical_blocks(config) > 1:
+        _add_gathered_context(passes, layer)
+    elif block is not None and block.is_linear:
+        # Whatever --cp-comm says: the end of each chunk's input for the convolution, and in fp32 what it makes of any
+        # state; two chunks of each rank.
+        features, values = block.linear_widths
+        k, v = block.linear_key_head_dim, block.linear_value_head_dim
+        tails, states = e * (block.linear_conv_kernel_dim - 1) * (2 * features + values), 4 * k * (k + v)
+        for what, size in {"ends of chunks": tails, "states": block.linear_num_value_heads * states}.items():
+            add("sequence", "all-gather", what, 2.0 * ranks * b * size / t, forward=1, again=1, selective=1)
+            add("sequence", "reduce-scatter", what, 2.0 * ranks * b * size / t, backward=1)
+    elif block is not None and config.context_comm == "ulysses":
         held = max(block.query_groups / t, 1)
         copied = max(held, ranks)  # key heads; at least one for each rank
-        sizes = tokens * block.head_size * queries, tokens * block.head_size * 2 * copied
-        taken = sent("all-to-all", "queries, keys and values", e * sum(sizes), 1)
-        results = sent("all-to-all", "attention's results", e * sizes[0], 1)
-        passing, returning = taken + results, taken + results
-        if held < copied:  # the gradients of copies are summed in fp32
-            returning = results + sent("all-to-all", "gradients of queries", e * sizes[0], 1)
-            returning += sent("all-to-all", "gradients of keys and values", 4 * sizes[1], 1)
-    elif config.context_comm == "ring":
-        taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
-        returning = passing + sent("message", "their gradients", keys * 4 / ranks, ranks - 1)
-    else:
-        taken = passing = sent("all-gather", "keys and values", keys * e, 1)
-        returning = passing + sent("reduce-scatter", "their gradients", keys * 4, 1)
-    # Recomputation of attention stops before its results, which backward does not need, are exchanged.
-    repeated = passing if again else taken if config.training.recompute == "selective" else ()
-    return LayerTraffic(passing, returning, repeated)
+        tokens = b * config.rank_positions
+        keys: float = tokens * block.head_size * 2 * copied
+        queries = tokens * block.head_size * (block.num_attention_heads / t)
+        is_copied = held < copied  # the gradients of copies are summed in fp32
+        counts = {"forward": 1, "backward": int(not is_copied), "again": 1, "selective": 1}
+        add("sequence", "all-to-all", "queries, keys and values", e * (queries + keys), **counts)
+        add("sequence", "all-to-all", "attention's results", e * queries, forward=1, backward=1, again=1)
+        add("sequence", "all-to-all", "gradients of queries", e * queries, backward=is_copied)
+        add("sequence", "all-to-all", "gradients of keys and values", 4 * keys, backward=is_copied)
+    elif block is not None:
+        # Numbers in the keys and values of a microbatch's sequences.
+        keys = 2.0 * b * config.data.seq_length * (block.head_size * max(block.query_groups / t, 1))
+        is_ring = config.context_comm == "ring"
+        parts, count = (ranks, ranks - 1) if is_ring else (1, 1)
+        counts = dict.fromkeys(("forward", "backward", "again", "selective"), count)
+        add("sequence", "message" if is_ring else "all-gather", "keys and values", keys * e / parts, **counts)
+        summing: Pattern = "message" if is_ring else "reduce-scatter"
+        add("sequence", summing, "their gradients", keys * 4 / parts, backward=count)
 
 
-def _chunk_traffic(config: ResolvedConfig, block: ResolvedModel, *, again: bool) -> LayerTraffic:
-    """Of linear attention, whatever --cp-comm says: the end of each chunk's input for the convolution, and in fp32 what
-    it makes of any state; two chunks of each rank."""
-    ranks, t = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
-    keys, values = block.linear_widths
-    chunks, k, v = (
-        2.0 * ranks * config.training.micro_batch_size,
-        block.linear_key_head_dim,
-        block.linear_value_head_dim,
-    )
-    tails = ELEMENT_BYTES[config.precision.precision] * (block.linear_conv_kernel_dim - 1) * (2 * keys + values)
-    sizes = {"ends of chunks": tails, "states": 4 * block.linear_num_value_heads * k * (k + v)}
-
-    def sent(pattern: Pattern) -> tuple[Sent, ...]:
-        given = (
-            _sent(config, "sequence", pattern, what, chunks * size / t, ranks=ranks, stride=t, count=min(size, 1))
-            for what, size in sizes.items()
-        )
-        return sum(given, ())
-
-    return LayerTraffic(sent("all-gather"), sent("reduce-scatter"), sent("all-gather") if again else ())
-
-
-def _gathered_context_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
+def _add_gathered_context(passes: _Passes, layer: ModelLayer) -> None:
     """With canonical blocks: all positions of what enters products, also in backward, and fp32 sums of what leaves
     them, of which each rank gets its positions."""
-    ranks, stride = ranks_of_role("sequence", config.parallel), ranks_of_role("layer", config.parallel)
-    e, h = ELEMENT_BYTES[config.precision.precision], config.model.hidden_size
-    tokens = float(config.training.micro_batch_size * config.data.seq_length)
-
-    def sent(pattern: Pattern, size: float, count: int = 1, what: str = "activations") -> tuple[Sent, ...]:
-        return _sent(config, "sequence", pattern, what, size, ranks=ranks, stride=stride, count=count)
-
+    config, (entering, leaving) = passes.config, layer_sums(layer)
+    e, tokens = (
+        ELEMENT_BYTES[config.precision.precision],
+        float(config.training.micro_batch_size * config.data.seq_length),
+    )
+    size = tokens * config.model.hidden_size
     if layer.name == "embedding":
-        of_rows = sent("all-gather", e * tokens * h, what="gradients of rows")
-        return LayerTraffic((), of_rows + sent("all-gather", 8.0 * tokens, what="tokens"), ())
-    entering, leaving = layer_sums(layer)
-    # The head keeps what it has gathered.
-    gathered = leaving + (0 if layer.name == "head" else entering)
-    forward = sent("all-gather", e * tokens * h, entering) + sent("all-to-all", 4 * tokens * h, leaving)
-    backward = sent("all-gather", e * tokens * h, gathered) + sent("all-to-all", 4 * tokens * h, entering)
-    repeated = sent("all-gather", e * tokens * h, entering)
-    repeated += sent("all-to-all", 4 * tokens * h, _sums_again(layer, leaving))
-    return LayerTraffic(forward, backward, repeated if again else ())
+        passes.add("sequence", "all-gather", "gradients of rows", e * size, backward=1)
+        passes.add("sequence", "all-gather", "tokens", 8.0 * tokens, backward=1)
+        return
+    gathered = leaving + (0 if layer.name == "head" else entering)  # the head keeps what it has gathered
+    counts = {"forward": leaving, "backward": entering, "again": _sums_again(layer, leaving)}
+    passes.add("sequence", "all-gather", "activations", e * size, forward=entering, backward=gathered, again=entering)
+    passes.add("sequence", "all-to-all", "activations", 4 * size, **counts)
 
 
-def _tensor_traffic(config: ResolvedConfig, layer: ModelLayer, *, again: bool) -> LayerTraffic:
-    t = ranks_of_role("layer", config.parallel)
-    if t == 1:
-        return LayerTraffic((), (), ())
-    e = ELEMENT_BYTES[config.precision.precision]
-    numbers = float(config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
+def _add_tensor_traffic(passes: _Passes, layer: ModelLayer) -> None:
+    config, add, split = passes.config, passes.add, bool(passes.config.parallel.sequence_parallel)
+    e, tokens = ELEMENT_BYTES[config.precision.precision], config.training.micro_batch_size * config.rank_positions
+    numbers = float(tokens * config.model.hidden_size)
     # Sums of canonical blocks are fp32: an all-to-all, and without sequence parallelism an all-gather.
     summed = 4 if canonical_blocks(config) > 1 and layer.name != "embedding" else e
     entering, leaving = layer_sums(layer)
+    counts = {"forward": leaving, "again": _sums_again(layer, leaving)}
     if layer.name == "head":
         entering += config.model.mtp_num_layers
-
-    def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
-        size = numbers * (e if pattern == "all-gather" else summed)
-        return _sent(config, "layer", pattern, "activations", size, ranks=t, count=count)
-
-    if config.parallel.sequence_parallel:
-        forward = sent("all-gather", entering) + sent("reduce-scatter", leaving)
+    if split:
         # The head's loss in chunks keeps its gathered input, and so does a backward in two halves.
         keeps = config.training.reproducible or config.parallel.may_split_backward
         keeps = keeps or (layer.name == "head" and loss_chunks(config) > 1)
         gathered = leaving + (0 if keeps else entering)
-        backward = sent("all-gather", gathered) + sent("reduce-scatter", entering)
-    else:
-        forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
-    gathered_rates, summed_rates = _rates_traffic(config, layer.block)
-    forward, backward = forward + gathered_rates, backward + summed_rates
-    if not again:
-        return LayerTraffic(forward, backward, ())
-    repeated = _sums_again(layer, leaving)
-    if config.parallel.sequence_parallel:
-        anew = sent("all-gather", entering) + sent("reduce-scatter", repeated)
-        return LayerTraffic(forward, backward, anew + gathered_rates)
-    return LayerTraffic(forward, backward, sent("all-reduce", repeated))
-
-
-def _rates_traffic(config: ResolvedConfig, block: ResolvedModel | None) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
-    """The rates of linear attention, which every rank projects from its positions, and their gradients."""
-    if block is None or not block.is_linear:
-        return (), ()
-    tokens = float(config.training.micro_batch_size * config.rank_positions)
-    size = ELEMENT_BYTES[config.precision.precision] * tokens * 2 * block.linear_num_value_heads
-
-    def sent(pattern: Pattern) -> tuple[Sent, ...]:
-        return _sent(config, "layer", pattern, "rates", size, ranks=ranks_of_role("layer", config.parallel))
-
-    if config.parallel.sequence_parallel:
-        return sent("all-gather"), sent("reduce-scatter")
-    return (), sent("all-reduce")
+        add("layer", "all-gather", "activations", numbers * e, forward=entering, backward=gathered, again=entering)
+    summing: Pattern = "reduce-scatter" if split else "all-reduce"
+    add("layer", summing, "activations", numbers * summed, backward=entering, **counts)
+    if layer.block is not None and layer.block.is_linear:
+        # Its rates, which every rank projects from its positions, and their gradients.
+        size = e * float(tokens) * 2 * layer.block.linear_num_value_heads
+        add("layer", "all-gather", "rates", size, forward=split, again=split)
+        add("layer", summing, "rates", size, backward=1)
 
 
 def _sums_again(layer: ModelLayer, leaving: int) -> int:
@@ -433,14 +403,13 @@ def _between(message: Sent, source: int, target: int, *, count: int) -> Sent:
     return replace(message, ranks=2, among=range(rank * stage, (rank + 2) * stage), count=count)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaTraffic:
+class ReplicaTraffic(NamedTuple):
     """What a rank and its replicas send in a step.
 
     Attributes:
         gradients: per reduction; on stages 2 and 3 there is one in each microbatch.
         parameters: per gathering; on stage 3 there are two in each microbatch, and a third one where the gradients of
-            weights are computed apart from those of inputs.
+            its weights are computed apart from those of inputs.
         across: the sum of a shard's gradients over its copies, once (--zero-shard-size).
     """
 
@@ -451,11 +420,17 @@ class ReplicaTraffic:
     @property
     def in_order(self) -> list[Sent]:
         """Those that there are."""
-        return [sent for sent in (self.gradients, self.parameters, self.across) if sent is not None]
+        return [sent for sent in self if sent is not None]
 
 
 def replica_traffic(
-    config: ResolvedConfig, parameters: int, *, used_twice: int = 0, spanning: int = 0, of_experts: bool = False
+    config: ResolvedConfig,
+    parameters: int,
+    *,
+    used_twice: int = 0,
+    spanning: int = 0,
+    of_experts: bool = False,
+    apart: float = 0.0,
 ) -> ReplicaTraffic:
     """Reductions of gradients and gatherings of parameters in a step.
 
@@ -465,34 +440,37 @@ def replica_traffic(
         used_twice: how many of them two of its layers use; stage 3 gathers them for each.
         spanning: how many of them two of its pipeline stages use; stages 2 and 3 reduce them for each.
         of_experts: whether they are those of experts, of which fewer ranks hold copies.
+        apart: microbatches for which stage 3 gathers them once more, to compute gradients of weights.
     """
-    parallel, stage = config.parallel, zero_stage(config)
-    d = expert_copies(parallel) if of_experts else shard_ranks(parallel)
-    if d == 1 or not parameters:
-        return ReplicaTraffic(gradients=None, parameters=None)
-    e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
+    group: GroupName = "copies" if of_experts else "shards"
+    stage, e, m = zero_stage(config), ELEMENT_BYTES[config.precision.precision], config.microbatches
     summed: float = term_bytes(config)
     if (compressed := format_of(config)) is not None:  # as many bytes to the ranks that add up, and from them to all
         summed = compressed.bytes_per_element
-    stride = parallel.ep * parallel.expert_split if of_experts else ranks_of_role("layer", parallel)
-
-    def sent(pattern: Pattern, what: str, size: float, count: int) -> Sent:
-        (one,) = _sent(config, "replicas", pattern, what, size, ranks=d, stride=stride, count=count)
-        return one
-
-    reduction: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
     reduced = parameters + (spanning if stage >= 2 else 0)
-    gradients = sent(reduction, "gradients", float(reduced * summed), m if stage >= 2 else 1)
-    gathered = {0: 0, 1: 1, 2: 1, 3: (3 if config.parallel.may_split_backward else 2) * m}[stage]
-    if not gathered:
-        return ReplicaTraffic(gradients=gradients, parameters=None)
     whole = parameters + (used_twice if stage == 3 else 0)
-    copies, across = ranks_of_role("replicas", parallel) // d, None
-    if copies > 1 and not of_experts:
-        across = sent("all-reduce", "gradients across shards", float(parameters * summed) / d, 1)
-        across = replace(across, ranks=copies, stride=stride * d)
-    parts = sent("all-gather", "parameters", float(whole * e), gathered)
-    return ReplicaTraffic(gradients=gradients, parameters=parts, across=across)
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * m + apart}[stage]
+    pattern: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
+    (gradients,) = _sent(config, group, pattern, "gradients", float(reduced * summed), m if stage >= 2 else 1)
+    (parts,) = _sent(config, group, "all-gather", "parameters", float(whole * e), gathers)
+    across = list[Sent]()
+    if parts and not of_experts:
+        size = float(parameters * summed) / _group(config, group).ranks
+        (across,) = _sent(config, "across", "all-reduce", "gradients across shards", size, 1)
+    return ReplicaTraffic(*(next(iter(sent), None) for sent in (gradients, parts, across)))
+
+
+def weights_apart(config: ResolvedConfig, rank: int) -> list[int]:
+    """Of each stage of a pipeline rank, the microbatches of a step whose gradients of weights are computed apart from
+    those of inputs: all of them, none, or those of a schedule that splits only some backwards."""
+    parallel, m = config.parallel, config.microbatches
+    stages = placement(parallel).stages_of(rank)
+    if not parallel.may_split_backward:
+        return [0] * len(stages)
+    few = enough_microbatches(parallel, m)
+    actions = training_schedule(parallel, few).computations(rank)
+    apart = Counter(action.stage for action in actions if action.op is Op.WEIGHT_GRAD)
+    return [m if apart[stage] == few else apart[stage] for stage in stages]
 
 
 def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int) -> list[Sent]:
@@ -528,8 +506,13 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[ModelLayer], rank: int
         # On one stage the table is in the embedding's bucket, otherwise in one of its own.
         spanning = 0 if any(layer.tied for layer in chunks[0]) else shared
         used_twice = spanning or layers[0].held or 0
-    replicas = replica_traffic(config, held_here - routed, used_twice=used_twice, spanning=spanning)
-    of_experts = replica_traffic(config, routed, of_experts=True)
+    of_stages = weights_apart(config, rank)
+    apart = (
+        sum(map(operator.mul, of_stages, map(sum, held_by_layer(chunks)))) + of_stages[-1] * used_twice
+    )  # the last stage has the head
+    apart /= max(held_here + used_twice, 1)
+    replicas = replica_traffic(config, held_here - routed, used_twice=used_twice, spanning=spanning, apart=apart)
+    of_experts = replica_traffic(config, routed, of_experts=True, apart=apart)
     transfers += [sent for traffic in (replicas, of_experts) for sent in traffic.in_order]
     transfers += _further_sums(config, on_rank)
     transfers += update_traffic(config, chunks)
@@ -544,21 +527,18 @@ def update_traffic(config: ResolvedConfig, chunks: Sequence[Sequence[ModelLayer]
         config: a resolved configuration.
         chunks: the layers of each of the rank's stages.
     """
-    settings, parallel = config.optimizer_settings, config.parallel
+    settings = config.optimizer_settings
     if not settings.joins_slices:
         return []
     found = [directions(config, chunk) for chunk in chunks]
     element = float(settings.direction_bytes(config.precision.precision))
-    t, of_expert = ranks_of_role("layer", parallel), parallel.ep * parallel.expert_split
-
-    def of_copies(size: float, ranks: int, stride: int) -> tuple[Sent, ...]:
-        return _sent(config, "replicas", "all-gather", "directions", size, ranks=ranks, stride=stride) if size else ()
-
     gathered, of_experts, joined = (element * sum(numbers) for numbers in zip(*found, strict=True))
-    sent = of_copies(gathered, shard_ranks(parallel), t) + of_copies(of_experts, expert_copies(parallel), of_expert)
-    if joined:
-        sent += _sent(config, "layer", "all-to-all", "directions", joined, ranks=t, count=2)
-    return list(sent)
+    kinds = [
+        *_sent(config, "shards", "all-gather", "directions", gathered, 1),
+        *_sent(config, "copies", "all-gather", "directions", of_experts, 1),
+        *_sent(config, "layer", "all-to-all", "directions", joined, 2),
+    ]
+    return list(itertools.chain(*kinds))
 
 
 def tied_gradients(config: ResolvedConfig) -> Sent | None:
@@ -574,22 +554,20 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
 
 def _further_sums(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> list[Sent]:
     """Those of a rank with these layers."""
-    transfers = []
+    transfers = list[list[Sent]]()
     tied, names = tied_gradients(config), {layer.name for layer in layers}
     if tied is not None and len(names & {"embedding", "head"}) == 1:
-        transfers.append(tied)
-    t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
+        transfers.append([tied])
+    split = bool(config.parallel.sequence_parallel)
     blocks = [block for layer in layers if (block := layer.block) is not None and block.experts is not None]
-    if blocks and config.model.experts is not None:  # how often each expert was chosen
+    if config.model.experts is not None:  # how often each expert was chosen
         size = 8.0 * len(blocks) * (config.model.experts.num_experts + 2)  # and padding, and dropped rows
-        transfers += _sent(config, "replicas", "all-reduce", "choices", size, ranks=d, stride=t)
-        here = t if config.parallel.sequence_parallel else 1
-        transfers += _sent(config, "layer", "all-reduce", "choices", size, ranks=here)
-    if t > 1 and config.parallel.sequence_parallel:
-        count = sum(_replicated(config.model, layer) for layer in layers)
-        size = float(term_bytes(config)) * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
-        transfers += _sent(config, "layer", "all-reduce", "replicated gradients", size, ranks=t)
-    return transfers
+        transfers += _sent(config, "replicas", "all-reduce", "choices", size, 1)
+        transfers += _sent(config, "layer", "all-reduce", "choices", size, split)
+    count = sum(_replicated(config.model, layer) for layer in layers)
+    size = float(term_bytes(config)) * count / (shard_ranks(config.parallel) if config.parallel.zero_stage else 1)
+    transfers += _sent(config, "layer", "all-reduce", "replicated gradients", size, split)
+    return list(itertools.chain(*transfers))
 
 
 def _replicated(model: ResolvedModel, layer: ModelLayer) -> int:
@@ -613,7 +591,7 @@ def _replicated(model: ResolvedModel, layer: ModelLayer) -> int:
 
 def _joined(transfers: Iterable[Sent]) -> Iterator[Sent]:
     """Transfers that differ only in their number as one."""
-    counts: Counter[Sent] = Counter()
+    counts: dict[Sent, float] = defaultdict(float)
     for sent in transfers:
         counts[replace(sent, count=1)] += sent.count
     return (replace(sent, count=count) for sent, count in counts.items())
