@@ -25,7 +25,7 @@ from megacore.config import Config
 from megacore.config.flags import read_flags
 from megacore.config.spelling import flag_and_value
 from megacore.drawing.canvas import Drawing, save
-from megacore.drawing.curves import Curve, curves
+from megacore.drawing.curves import Curve, Dot, curves
 from megacore.errors import ConfigError, TrainingStopped, UserError
 from megacore.ladder.law import OPERATIONS, Law, Point, fit
 from megacore.ladder.rungs import (
@@ -215,7 +215,7 @@ def _picture(ladder: Ladder, law: Law) -> Drawing:
         title="held-out loss, nats per token; outer lines: within which 9 of 10 runs are expected",
         points=[(x, law.loss(*sizes)) for x, sizes in zip(place, beyond, strict=True)],
         others=[*(list(zip(place, bound, strict=True)) for bound in zip(*bounds, strict=True)), *along],
-        dots=[(OPERATIONS * run.parameters * run.tokens, run.loss) for run in ladder.points],
+        dots=[Dot(OPERATIONS * run.parameters * run.tokens, run.loss) for run in ladder.points],
         marked=OPERATIONS * most.parameters * most.tokens,
     )
     return curves("Ladder", [curve], x_title="floating-point operations", logarithmic=True)

@@ -6,14 +6,14 @@ The time line is drawn by picture.py, which draws every schedule; all become fil
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
+from megacore.drawing.curves import Curve, Dot, curves
 from megacore.drawing.timelines import LeftOut, Panel, Scale, axis, diagram, heading
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import placement
@@ -21,7 +21,7 @@ from megacore.pipeline.simulator import Timeline
 from megacore.plan.memory import RankMemory
 from megacore.plan.plan_report import four_digits
 from megacore.plan.planner import Plan, memory_with, rank_kinds
-from megacore.plan.search import Found
+from megacore.plan.search import Found, Layout
 from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
@@ -314,69 +314,35 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 def frontier_picture(found: Found) -> Drawing:
-    """Time by memory of the layouts that fit: memory to the right, time upwards on a logarithmic scale. The frontier is
-    marked, and its fastest layouts are named."""
+    """Time by memory of the layouts that fit: memory to the right, time upwards. The frontier is marked, and its
+    fastest layouts are named."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
     marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
     unit = size_unit(layout.memory_bytes for layout in shown)
-    sizes = [layout.memory_bytes / unit.bytes for layout in shown]
-    least, most = min(sizes), max(sizes)
-    margin = max(0.04 * (most - least), 0.02 * most)
-    left_end = least - margin if least > most / 3 else 0.0  # else the layouts are crowded at the right
-    slowest = max(1.5 * fastest, *(1.05 * layout.seconds for layout in shown))
-    x_axis, y_axis = (left_end, most + margin), (fastest * 0.95, slowest)
-    left, right, top, bottom = 74.0, 894.0, 76.0, 496.0
 
-    def x_of(size: float) -> float:
-        return left + (right - left) * (size - x_axis[0]) / (x_axis[1] - x_axis[0])
+    def dot(layout: Layout, fill: str, name: str = "") -> Dot:
+        note = f"{four_digits(layout.seconds)} s{'' if layout.is_simulated else ', estimated'}: {layout.flags}"
+        return Dot(layout.memory_bytes / unit.bytes, layout.seconds, note, fill, name)
 
-    def y_of(seconds: float) -> float:
-        low, high = map(math.log, y_axis)
-        return top + (bottom - top) * (high - math.log(seconds)) / (high - low)
-
-    layouts = f"{len(found.layouts):,} layout{'s' * (len(found.layouts) > 1)}"
+    dots = [dot(layout, _GREY if layout.is_simulated else _DOT) for layout in shown]
+    ends = [dot(layout, _LIMIT, str(n) if n <= _NUMBERED else "") for n, layout in enumerate(marked, start=1)]
+    steps = [(ends[-1].x, ends[-1].y)]  # the fastest layout needs most memory: it is the last one to the right
+    for left, right in itertools.pairwise(reversed(ends)):
+        steps += [(left.x, right.y), (right.x, right.y)]
+    layouts = counted(len(found.layouts), "layout")
     verb = "fit" if len(found.layouts) > 1 else "fits"
     title = f"{layouts} that {verb} into {size_unit([found.capacity]).text(found.capacity)} of {found.cluster.name}"
-    drawing = Drawing(title=title, width=right + 30, height=0)
-    marks = drawing.marks
-    marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
-    legend = _legend(found, drawn=len(shown), numbered=min(len(marked), _NUMBERED))
-    for row, line in enumerate(itertools.chain(*(wrapped(text, right - left, size=12.0) for text in legend))):
-        marks.append(Words(x=left, y=42 + 16 * row, text=line, color=_GREY))
-    of_frontier = {id(layout) for layout in marked}
-    for layout in [*shown, *marked]:  # the marked ones once more, above the others
-        x, y, half, fill = x_of(layout.memory_bytes / unit.bytes), y_of(layout.seconds), 2.0, _GREY
-        if id(layout) in of_frontier:
-            half, fill = 4.0, _LIMIT
-        elif not layout.is_simulated:
-            fill = _DOT
-        note = f"{four_digits(layout.seconds)} s{'' if layout.is_simulated else ', estimated'}: {layout.flags}"
-        marks.append(Box(x=x - half, y=y - half, width=2 * half, height=2 * half, fill=fill, note=note))
-    points = [(x_of(layout.memory_bytes / unit.bytes), y_of(layout.seconds)) for layout in marked]
-    for (x1, y1), (x2, y2) in itertools.pairwise(points):
-        marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
-        marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
-    marks.append(Line(x1=left, y1=bottom, x2=right, y2=bottom, color=_GREY))
-    marks.append(Line(x1=left, y1=top, x2=left, y2=bottom, color=_GREY))
-    for size, text in _ticks(*x_axis):
-        marks.append(Line(x1=x_of(size), y1=bottom, x2=x_of(size), y2=bottom + 4, color=_GREY))
-        marks.append(Words(x=x_of(size), y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
-    marks.append(Words(x=right, y=bottom + 30, text=f"{unit.name} per rank", size=11, anchor="end", color=_GREY))
-    for seconds, text in _ticks(*y_axis):
-        marks.append(Line(x1=left - 4, y1=y_of(seconds), x2=left, y2=y_of(seconds), color=_GREY))
-        marks.append(Words(x=left - 8, y=y_of(seconds), text=f"{text} s", size=11, anchor="end", color=_GREY))
-    y = bottom + 52
-    for number, ((x, at), layout) in enumerate(zip(points[:_NUMBERED], marked, strict=False), start=1):
-        # Below its point, where there are no layouts.
-        marks.append(Words(x=x - 10, y=at + 11, text=str(number), size=11, anchor="middle", color=_LIMIT))
-        marks.append(Words(x=left + 18, y=y, text=f"{number}.", size=11.5, anchor="end"))
-        text = f"{four_digits(layout.seconds)} s, {unit.text(layout.memory_bytes)}: {layout.flags}"
-        for line in wrapped(text, right - left - 26, size=11.5):
-            marks.append(Words(x=left + 26, y=y, text=line, size=11.5))
-            y += 16
-        y += 2
-    drawing.height = y + 8
+    curve = Curve(title=title, points=steps, dots=[*dots, *ends])  # the marked ones above the others
+    drawing = curves(title, [curve], x_title=f"seconds of a step by {unit.name} per rank")
+    named = [
+        f"{n}. {four_digits(layout.seconds)} s, {unit.text(layout.memory_bytes)}: {layout.flags}"
+        for n, layout in enumerate(marked[:_NUMBERED], start=1)
+    ]
+    for text in (*_legend(found, drawn=len(shown), numbered=len(named)), *named):
+        for line in wrapped(text, drawing.width - 2 * _TOP, size=11.5):
+            drawing.height += 16
+            drawing.marks.append(Words(x=_TOP, y=drawing.height - 6, text=line, size=11.5))
     return drawing
 
 
@@ -397,13 +363,3 @@ def _legend(found: Found, *, drawn: int, numbered: int) -> list[str]:
     if missing := len(found.layouts) - drawn:
         second.append(f"not drawn: {missing:,} that take{'s' * (missing == 1)} more than {_SLOWEST} times the fastest")
     return [first, "; ".join(second)] if second else [first]
-
-
-def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
-    """Four to ten round numbers, multiples of 1, 2 or 5 times a power of ten, with as many decimals for each as the one
-    that needs most."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(factor * power for factor in (5, 2, 1) if (high - low) / (factor * power) >= 4)
-    ticks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    decimals = max((len(f"{tick:.10g}".partition(".")[2]) for tick in ticks), default=0)
-    return ((tick, f"{tick:,.{decimals}f}") for tick in ticks)
