@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.fp8 import is_fp8
 from megacore.config.logits import logits_bytes
 from megacore.config.lora import adapter_parameters
@@ -27,6 +28,7 @@ from megacore.plan.shared_results import once_per
 from megacore.plan.stages import RankStages, StagedModel
 from megacore.plan.state import (
     building_bytes,
+    expert_copies,
     forgets_gradients,
     held_errors,
     late_bytes,
@@ -49,6 +51,7 @@ _CERTAIN_CPU_OVERHEAD = 0.15 * GIB
 _FRAGMENTATION = 0.03
 # Of an estimate of what is not state, the part that is certain: a test holds the estimate to that.
 CERTAIN = 0.8
+COPIES = "copies of --survive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +202,12 @@ def _estimated(
     held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu)
     microbatch, on_host, working = _of_layers(config, on_rank, on_cpu=on_cpu)
     flying, until_weights = microbatches_in_flight(config, rank), _waiting_gradients(config, on_rank)
-    host = {"activations": sum(map(operator.mul, flying, on_host))} if on_host else {}
+    loads = fullest_loads(config.parallel, rank, config.microbatches)
+    host = {"activations": max(sum(map(operator.mul, load.kept, on_host)) for load in loads)} if on_host else {}
     gradients = held.state["grads"] - held.host.get("grads", 0.0)
     activations = max(
         sum(map(operator.mul, load.kept, microbatch)) + sum(map(operator.mul, load.waiting, until_weights))
-        for load in fullest_loads(config.parallel, rank, config.microbatches)
+        for load in loads
     )
     if copies_logits and on_rank.is_last:
         working = max(working, copied_logits(config))
@@ -239,6 +243,10 @@ def held_state(
         host |= {"optimizer": state["optimizer"] - held_errors(config, state), "buffers": state["buffers"]}
     if config.parallel.offload_params:
         host |= {"params": state["params"], "grads": state["grads"]}
+    overhead = (_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD)
+    if copies := surviving_bytes(config, on_rank, moments):
+        host |= {} if on_cpu else {COPIES: copies}
+        overhead = overhead[0] + copies * on_cpu, overhead[1] + copies * on_cpu
     layers = [one for chunk in on_rank.chunks for one in chunk]
     return RankMemory(
         pp_rank=rank,
@@ -247,8 +255,19 @@ def held_state(
         host=host,
         building=building_bytes(config, state, layers, moments=moments),
         absent=late_bytes(config, moments, on_cpu=on_cpu),
-        overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+        overhead=overhead,
     )
+
+
+def surviving_bytes(config: ResolvedConfig, on_rank: RankStages, moments: float) -> float:
+    """What --survive keeps of a rank in shared memory: its part of two checkpoints, weights in fp32 and `moments`.
+    Together the ranks of a stage have each element once."""
+    if not config.watch.survive:
+        return 0.0
+    parameters, experts = on_rank.parameters, on_rank.experts
+    replicas = ranks_of_role("replicas", config.parallel)
+    part = (parameters - experts) / replicas + experts / expert_copies(config.parallel)
+    return 2 * part * (4.0 + moments / max(updated_parameters(parameters, config, experts=experts), 1))
 
 
 def _state_of(
@@ -351,9 +370,16 @@ def held_on_host(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks
         begin, end = node * node_ranks, min((node + 1) * node_ranks, world)
         stages = range(begin // of_stage, (end - 1) // of_stage + 1)
         parts = ((min(end, (n + 1) * of_stage) - max(begin, n * of_stage), ranks[n]) for n in stages)
-        return sum(count * rank.on_host for count, rank in parts)
+        # With several nodes each has the copies of another one too.
+        others = world > node_ranks
+        return sum(count * (rank.on_host + others * rank.host.get(COPIES, 0.0)) for count, rank in parts)
 
     return max(map(held, nodes))
+
+
+def uses_host(config: ResolvedConfig) -> bool:
+    """Whether something lies in host memory while ranks compute on accelerators."""
+    return config.offloads or config.watch.survive
 
 
 def needed_on_host(config: ResolvedConfig, staged: StagedModel, node_ranks: int) -> float:
@@ -364,7 +390,7 @@ def needed_on_host(config: ResolvedConfig, staged: StagedModel, node_ranks: int)
         staged: the model in stages.
         node_ranks: on each node.
     """
-    if not config.offloads:
+    if not uses_host(config):
         return 0.0
     config = as_computed(config, on_cpu=False)
     ranks = [_estimated(config, staged, rank, on_cpu=False) for rank in range(staged.ranks)]

@@ -25,7 +25,7 @@ from megacore.config.spelling import flag_and_value
 from megacore.models.flops import idle_parameters
 from megacore.models.outline import ModelLayer
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import RankMemory, held_on_host
+from megacore.plan.memory import RankMemory, held_on_host, uses_host
 from megacore.plan.planner import Origin, by_formula, usable_host_bytes
 from megacore.plan.state import whole_parameters
 
@@ -135,7 +135,7 @@ def cluster_json(config: ResolvedConfig, cluster: Cluster, *, capacity: float) -
         "cluster_source": cluster.source,
         "software": cluster.software.name,
         **_capacity_json("capacity", capacity),
-        **(_capacity_json("host_capacity", usable_host_bytes(cluster)) if config.offloads else {}),
+        **(_capacity_json("host_capacity", usable_host_bytes(cluster)) if uses_host(config) else {}),
     }
 
 
@@ -153,7 +153,7 @@ def node_host_json(config: ResolvedConfig, memory: Sequence[RankMemory], cluster
         memory: of each pipeline rank.
         cluster: that computes.
     """
-    if not config.offloads:
+    if not uses_host(config):
         return {}
     size = held_on_host(config, memory, cluster.device.node_ranks)
     return {"node_host_bytes": size, "node_host": asdict(by_formula(size, low=size))}

@@ -12,7 +12,7 @@ from megacore.config.spelling import flag_and_value
 from megacore.models.outline import outline
 from megacore.plan.checked import APART, checked_line, checked_steps, is_small
 from megacore.plan.compare import compared, verdict
-from megacore.plan.memory import held_on_host
+from megacore.plan.memory import held_on_host, uses_host
 from megacore.plan.plan_json import (
     cluster_json,
     described,
@@ -136,7 +136,7 @@ def search_json(
 ) -> dict[str, Any]:
     """The best layouts, and the frontier, by the names of a plan's JSON; arguments as for `search_table`."""
     config, cluster = found.run, found.cluster
-    offloading = next((layout.config for layout in found.layouts if layout.config.offloads), config)
+    offloading = next((layout.config for layout in found.layouts if uses_host(layout.config)), config)
     ranks = config.parallel.ranks
     origin: Origin = "fitted" if cluster.is_fitted else "assumed"
 

@@ -253,6 +253,17 @@ def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pyt
         assert planned(capsys, " ".join(words))["fits"], way
 
 
+@pytest.mark.parametrize(("dp", "nodes"), [(8, 1), (16, 2)])
+def test_the_copies_of_survive_are_in_host_memory(dp: int, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: two slots of the weights and both moments in fp32, which replicas divide, and of another node too."""
+    flags = f"pretrain_gpt.py --preset gpt2-small --global-batch-size 16 --dp {dp} --cluster h100 --survive"
+    plan, without = planned(capsys, flags), planned(capsys, flags.removesuffix(" --survive"))
+    of_rank = 2 * 12 * plan["parameters"]["value"] / dp
+    assert plan["memory"][0]["host_bytes"] == {"copies of --survive": pytest.approx(of_rank, rel=0.001)}  # padding
+    assert plan["node_host_bytes"] == pytest.approx(8 * nodes * of_rank, rel=0.001)
+    assert plan["peak_bytes"] == without["peak_bytes"] and "node_host_bytes" not in without
+
+
 def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{LLAMA_1B} --offload-optimizer --search --world-size 8 --top 1000 --max-tp 1 --max-pp 1"
     with_all = planned(capsys, f"{flags} --cluster h100")
