@@ -20,8 +20,8 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml
 from megacore.config.dimensions import degrees_of
-from megacore.config.messages import counted, number
-from megacore.errors import ConfigError, UserError
+from megacore.config.messages import counted, number, shortened
+from megacore.errors import Collected, ConfigError
 from megacore.files import unreadable
 from megacore.observe.records import json_lines
 from megacore.observe.report.files import require_readable
@@ -112,109 +112,87 @@ def read_run(directory: Path) -> MeasuredRun:
     """
     if not directory.is_dir():
         raise ConfigError([f"--calibrate {directory} is not a directory: {_RUN}"])
-    problems: list[str] = []
-    config = _config(directory, problems)
-    steps = _steps(directory / "metrics.jsonl", problems)
-    launch = read_launch(directory / "events.jsonl", problems)
+    problems, config, steps, launch = list[str](), None, None, Launch()
+    with Collected(problems):
+        config = _config(directory / "config.toml")
+    with Collected(problems):
+        steps = _steps(directory / "metrics.jsonl")
+    with Collected(problems):
+        launch = read_launch(directory / "events.jsonl")
     if problems or config is None or steps is None:
         raise ConfigError(problems)
     return MeasuredRun(directory=directory, config=config, steps=steps, launch=launch)
 
 
-# ---- config.toml -----------------------------------------------------------------------------------------------------
+def _refused(path: Path, said: str) -> ConfigError:
+    return ConfigError([f"--calibrate {path.parent}: {path.name} {said}"])
 
 
-def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
-    path = directory / "config.toml"
-    where = f"--calibrate {directory}: {path.name}"
+def _config(path: Path) -> ResolvedConfig:
     try:
         if why := unreadable(path):
-            problems.append(f"{where} {why}: {_RUN}")
-            return None
+            raise _refused(path, f"{why}: {_RUN}")
         config = load_toml(path, BertConfig if b"\n[bert]\n" in path.read_bytes() else Config)
-        degrees = degrees_of(partial(getattr, config.parallel))
-        if config.model.vocab_size is None or None in degrees.values():
-            lacks = "vocab_size or a parallel degree is missing"
-            problems.append(f"{path}: {lacks}: {_RUN}, which has them all")
-            return None
-        resolved: ResolvedConfig = config.resolve(math.prod(degrees.values()))
     except FileNotFoundError:
-        problems.append(f"{where} is missing: {_RUN}")
+        raise _refused(path, f"is missing: {_RUN}") from None
     except OSError as error:
-        problems.append(f"{where} cannot be read: {error.strerror}")
-    except ConfigError as error:
-        problems.extend(error.problems)
-    except UserError as error:
-        problems.append(f"{where}: {error}")
-    else:
-        return resolved
-    return None
+        raise _refused(path, f"cannot be read: {error.strerror}") from None
+    degrees = degrees_of(partial(getattr, config.parallel))
+    if config.model.vocab_size is None or None in degrees.values():
+        raise _refused(path, f"lacks vocab_size or a parallel degree: {_RUN}, which has them all")
+    resolved: ResolvedConfig = config.resolve(math.prod(degrees.values()))
+    return resolved
 
 
-# ---- metrics.jsonl and events.jsonl ----------------------------------------------------------------------------------
-
-
-def _steps(path: Path, problems: list[str]) -> Steps | None:
+def _steps(path: Path) -> Steps:
     """All rows without the first quarter, in which caches, threads and memory warm up."""
-    where, before = f"--calibrate {path.parent}: {path.name}", len(problems)
-    if (rows := _rows(path, problems)) is None:
-        problems.append(f"{where} is missing: {_RUN}")
-        return None
+    if (rows := _rows(path)) is None:
+        raise _refused(path, f"is missing: {_RUN}")
     times = [(line, row[_TIME]) for line, row in rows if _TIME in row]
     wrong = [(line, value) for line, value in times if not _is_number(value, _LEAST_SECONDS, _MOST_SECONDS)]
     if wrong:
         (line, value), others = wrong[0], f" ({counted(len(wrong), 'such line')})" if len(wrong) > 1 else ""
         bounds = f"a number of seconds from {number(_LEAST_SECONDS)} to {_MOST_SECONDS:,.0f}"
-        text = json.dumps(value)
-        shown = text if len(text) <= 40 else f"{text[:37]}..."
-        problems.append(f"{where}, line {line}: {_TIME} = {shown} must be {bounds}{others}")
-    if len(problems) > before:
-        return None
+        raise _refused(path, f"line {line}: {_TIME} = {shortened(json.dumps(value), 40)} must be {bounds}{others}")
     if len(times) < LEAST_ROWS:
-        problems.append(
-            f"{where} has {counted(len(times), 'row')} with {_TIME}, which must be at least {LEAST_ROWS}, as the first "
-            "one is slow: train for 10 steps or more with --log-interval 1"
-        )
-        return None
+        how = "train for 10 steps or more with --log-interval 1"
+        said = f"has {counted(len(times), 'row')} with {_TIME}, which must be at least {LEAST_ROWS}"
+        raise _refused(path, f"{said}, as the first one is slow: {how}")
     first = max(len(times) // 4, 1)
     used = [float(value) for _, value in times[first:]]
     fast, *_, slow = statistics.quantiles(used, n=10, method="inclusive")
     return Steps(len(used), first, fast, statistics.median(used), slow)
 
 
-def _rows(path: Path, problems: list[str]) -> list[tuple[int, Mapping[str, Any]]] | None:
-    """The objects of a JSON lines file of a run by the numbers of their lines; what else is in it is a problem, but for
+def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]] | None:
+    """The objects of a JSON lines file of a run by the numbers of their lines; what else is in it is refused, but for
     the end of a line that a killed run did not finish. None: there is no such file."""
-    where, rows, damaged = f"--calibrate {path.parent}: {path.name}", list[tuple[int, Mapping[str, Any]]](), list[int]()
     try:
         require_readable(path)
         with path.open("rb") as file:
-            for line, (text, row) in enumerate(json_lines(file), start=1):
-                if row is not None:
-                    rows.append((line, row))
-                elif text.strip() and text.endswith(b"\n"):
-                    damaged.append(line)
+            lines = list(enumerate(json_lines(file), start=1))
     except FileNotFoundError:
         return None
     except OSError as error:
-        problems.append(f"{where} cannot be read: {error.strerror}")
+        raise _refused(path, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
-        problems.append(f"{where} {error}: {_RUN}")
+        raise _refused(path, f"{error}: {_RUN}") from None
+    damaged = [line for line, (text, row) in lines if row is None and text.strip() and text.endswith(b"\n")]
     if damaged:
         said = f"line {damaged[0]} is no JSON object"
         if len(damaged) > 1:
             said = f"{len(damaged)} lines are no JSON objects, the first is line {damaged[0]}"
-        problems.append(f"{where} is damaged: {said}: {_RUN}, as the run wrote it")
-    return rows
+        raise _refused(path, f"is damaged: {said}: {_RUN}, as the run wrote it")
+    return [(line, row) for line, (_, row) in lines if row is not None]
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def read_launch(path: Path, problems: list[str]) -> Launch:
+def read_launch(path: Path) -> Launch:
     """The last start of a run, by its events.jsonl; what is missing there is not recorded."""
-    rows = reversed(_rows(path, problems) or [])
+    rows = reversed(_rows(path) or [])
     last: Mapping[str, Any] = next((row for _, row in rows if row.get("event") == "launch"), {})
     host, device, cores, memory, local = map(last.get, ("host", "device", "cores", "memory_bytes", "local_ranks"))
     machine = None

@@ -103,7 +103,7 @@ def test_a_resumed_run_that_finishes(tmp_path: Path) -> None:
         assert words in text, words
     launches = read_run(tmp_path / "run").events_of("launch")
     assert [e["event"] for e in launches] == ["launch", "launch"]
-    launch = read_launch(tmp_path / "run" / "events.jsonl", [])
+    launch = read_launch(tmp_path / "run" / "events.jsonl")
     assert launch.machine is not None and launch.machine.memory_bytes == launches[-1]["memory_bytes"] == host_capacity()
     assert (launch.machine.cores, launch.local_ranks, launch.device) == (available_cores(), 1, "cpu")
 

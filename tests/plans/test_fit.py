@@ -169,7 +169,7 @@ def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsy
 
 
 TIMES = ("-1.0", "0", "1e300", "NaN", "Infinity", "-Infinity", "true", "null", '"fast"', "[1]", "1e-9", "9" * 300)
-BOUNDS = r", line 3: perf/step_time_s = .{1,40} must be a number of seconds from 1e-06 to 1,000,000"
+BOUNDS = r" line 3: perf/step_time_s = .{1,40} must be a number of seconds from 1e-06 to 1,000,000"
 
 
 @pytest.mark.parametrize(
