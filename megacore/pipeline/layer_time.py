@@ -45,7 +45,7 @@ def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_secon
     # A sequence of no keys leaves the products.
     products = block_flops(block, 0)
     attention = block_flops(block, config.data.seq_length, attention=sees) - products
-    heads = block.num_attention_heads * block.head_size
+    heads = block.linear_widths[1] if block.is_linear else block.num_attention_heads * block.head_size
     width = block.inner_size if block.experts is None else block.experts.active_inner_size
     inner = (3 if block.gated else 2) * width
     residual = RESIDUAL_PASSES * block.hidden_size / (t if config.parallel.sequence_parallel else 1)

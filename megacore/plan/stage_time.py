@@ -286,7 +286,7 @@ def block_passes(config: ResolvedConfig, layer: ModelLayer, speed: Speed, *, aga
     if layer.with_head:
         products = [(2.0 * block.hidden_size, block.hidden_size / split), *products]
     gemm = sum(speed.product(tokens, k, n) for k, n in products) + experts.gemm
-    heads = block.num_attention_heads * block.head_size / t
+    heads = (block.linear_widths[1] if block.is_linear else block.num_attention_heads * block.head_size) / t
     width = block.inner_size if block.experts is None else block.experts.moe_shared_expert_size or 0
     inner = (3 if block.gated else 2) * width / t
     passes = tokens * e * (RESIDUAL_PASSES * block.hidden_size / split + inner + HEAD_PASSES * heads)
