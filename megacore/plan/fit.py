@@ -6,12 +6,12 @@ expected is more than there is. Both are estimates of memory.py; ways_out.py say
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
+from megacore.config.nodes import launcher_number
 from megacore.errors import ConfigError
 from megacore.models.outline import ModelLayer, outline
 from megacore.parallel.host_memory import AvailableMemory, host_memory
@@ -126,15 +126,10 @@ def offload_problem(
 def pp_ranks_here(config: ResolvedConfig) -> list[int]:
     """The number in its pipeline of each rank that shares this process's machine, as the launcher numbers them."""
     world, degrees, pipeline = config.parallel.ranks, config.parallel.degrees, pipeline_dimension()
-    rank, local = _variable("RANK", 0), _variable("LOCAL_RANK", 0)
-    here = min(max(_variable("LOCAL_WORLD_SIZE", 1), 1), world)
+    rank, local = launcher_number("RANK", 0), launcher_number("LOCAL_RANK", 0)
+    here = min(max(launcher_number("LOCAL_WORLD_SIZE", 1), 1), world)
     first = min(max(rank - local, 0), world - here)
     return [coordinates_of(rank, degrees)[pipeline] for rank in range(first, first + here)]
-
-
-def _variable(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------

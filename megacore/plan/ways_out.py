@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,11 @@ from megacore.parallel.host_memory import AvailableMemory
 from megacore.pipeline.schedule_choice import is_auto
 from megacore.plan.cluster import Cluster
 from megacore.plan.fastest_schedule import fastest_that_fits
-from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory
+from megacore.plan.memory import GIB, MOST_MEMORY, fullest_rank, held_on_host, plan_memory, uses_host
 from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
+_MORE = tuple(2**n for n in range(1, 13))  # times as many ranks
 _WAYS = 3
 _MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
@@ -42,6 +43,7 @@ _KINDS_OF_RECOMPUTE = ("none", "selective", "light", "full")
 # What saves memory, by what it costs in time: nothing more is sent, then a little is computed again, then much moves.
 _PRICES: Mapping[tuple[str, Any], int] = {
     ("schedule", "1f1b"): 0,
+    ("pipeline_balance", "parameters"): 0,
     ("offload_optimizer", False): 1,
     ("offload_params", False): 1,
     ("offload_activations", False): 1,
@@ -96,11 +98,11 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     start = ChangedRun(config)
     fitting: list[ChangedRun] = []
     ways: list[WayOut] = []
-    smaller: list[int] = []  # parameters of the smaller models among them; more than twice as many are another way out
+    has_smaller = False  # whether a smaller model is among them
     checks = _MOST_WORK // (config.model.num_layers + _WORK_BESIDE_LAYERS)
 
     def add(candidates: Iterator[ChangedRun], note: str = "") -> None:
-        nonlocal checks
+        nonlocal checks, has_smaller
         for change in _spread(candidates, max(checks // 2, 1)):
             checks -= 1
             if any(_contains(change, way) for way in fitting) or not _is_valid(change, limits):
@@ -113,34 +115,30 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
                     tight = ""
                 flags = change.with_its_batch().flags
                 ways.append(WayOut(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
-                if note == _SMALLER_MODEL:
-                    smaller.append(_parameters(change.config))
+                has_smaller |= note == _SMALLER_MODEL
                 return
 
-    add(_fewer_in_flight(start))
-    lean = start if ways else _by_1f1b(start)  # where that is not enough, it comes before what changes more
-    add(_even_state(start))
     add(_savings(start, limits))
-    add(_other_divisions(lean))
+    lean = start if ways else _by_1f1b(start)  # where that is not enough, it comes before what changes more
+    add(_divisions(lean, limits, (1,), dp=False, model=True))
     if not ways:
         add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
     if len(ways) < _WAYS:
         add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[ChangedRun]], str]] = [
         (lambda: _savings(start, limits, most=2), ""),
-        (lambda: _more_replicas(lean, limits), ""),
-        (lambda: _more_stages(lean, limits), ""),
-        (lambda: _smaller_models(lean), _SMALLER_MODEL),
-        (lambda: _more_of_all(lean, limits), ""),
+        (lambda: _divisions(lean, limits, dp=True, model=False), ""),
+        (lambda: _divisions(lean, limits, dp=False, model=True), ""),
+        (lambda: itertools.chain(*map(_thrifty, _smaller(lean, most_cut=_MOST_CUT))), _SMALLER_MODEL),
+        (lambda: _divisions(lean, limits, dp=True, model=True), ""),
         (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
         (lambda: _shorter(lean), ", shorter sequences"),
-        (lambda: _fewer_layers(lean, above=2.0 * max(smaller, default=0)), _SMALLER_MODEL),
-        (lambda: _smallest(lean, above=2.0 * max(smaller, default=0)), _SMALLER_MODEL),
+        (lambda: iter(()) if has_smaller else _smallest(lean), _SMALLER_MODEL),
     ]
     for family, note in further:
         if len(ways) < _WAYS:
             add(family(), note)
-    larger = itertools.chain(_larger_hosts(start, limits), _larger_machines(start, limits, max(checks // 4, 1)))
+    larger = _larger_machines(start, limits, max(checks // 4, 1))
     return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
 
 
@@ -193,14 +191,6 @@ def _where(change: ChangedRun, config: ResolvedConfig, limits: Limits) -> str:
     return f", on {counted(number, 'machine')} with as much memory{shared}"
 
 
-def _fewer_in_flight(start: ChangedRun) -> Iterator[ChangedRun]:
-    """The same ranks by 1F1B, alone and with stages of as much state each."""
-    change = _by_1f1b(start)
-    if change is not start:
-        yield change
-        yield from _even_state(change)
-
-
 def _by_1f1b(start: ChangedRun) -> ChangedRun:
     """The same by 1F1B; as it is where that is no change or not possible."""
     return start.and_(**_one_f_one_b(start.config))
@@ -215,19 +205,29 @@ def _one_f_one_b(config: ResolvedConfig) -> _Option:
     return {"schedule": "1f1b", "virtual_stages": 1}
 
 
-def _other_divisions(start: ChangedRun) -> Iterator[ChangedRun]:
-    """The same ranks with more of them for each replica of the model, as few as may be: neighbours split matrices
-    first, and within a machine."""
+def _divisions(
+    start: ChangedRun, limits: Limits, factors: Iterable[int] = _MORE, *, dp: bool, model: bool
+) -> Iterator[ChangedRun]:
+    """So many times as many ranks, the fewest first: for each replica of the `model`, of which neighbours split
+    matrices first; or for more replicas (`dp`), on ZeRO's stage 3; or for both, with every flag that saves memory."""
     parallel = start.config.parallel
-    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
+    if model and (parallel.schedule_csv is not None or parallel.pipeline_layout is not None):
         return
-    ranks = parallel.tp * parallel.pp * parallel.dp
-    for change in _thrifty(start):
-        for dp in reversed(divisors(ranks, most=None)):
-            of_replica = ranks // dp
-            for tp in reversed(divisors(of_replica, most=None)):
-                if dp < parallel.dp and tp <= max(_MOST_TP, parallel.tp):
-                    yield change.and_(tp=tp, pp=of_replica // tp, dp=dp)
+    for factor in factors:
+        ranks = parallel.tp * parallel.pp * parallel.dp * factor
+        if parallel.ranks * factor > _MOST_RANKS or parallel.ranks * factor % limits.local_ranks:
+            continue
+        for change in [start] if dp and model else _thrifty(start):
+            for replicas in reversed(divisors(ranks, most=None)):
+                of_model, of_dp = ranks // replicas > parallel.tp * parallel.pp, replicas > parallel.dp
+                if not (of_model or of_dp) or of_model > model or of_dp > dp or (replicas < parallel.dp and factor > 1):
+                    continue
+                for tp in reversed(divisors(ranks // replicas, most=None)):
+                    pp = ranks // replicas // tp
+                    if parallel.tp <= tp <= max(_MOST_TP, parallel.tp) and pp >= parallel.pp:
+                        divided = _with_replicas(change.and_(tp=tp, pp=pp), replicas)
+                        divided = divided.and_(zero_stage=3) if of_dp else divided
+                        yield _thriftiest(divided) if dp and model else divided
 
 
 def _fewer_replicas(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
@@ -240,13 +240,6 @@ def _fewer_replicas(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
             yield _with_replicas(change, dp)
 
 
-def _even_state(start: ChangedRun) -> Iterator[ChangedRun]:
-    """The same ranks with as much state on every stage, where stages are balanced by time."""
-    parallel = start.config.parallel
-    if parallel.pp > 1 and parallel.pipeline_balance == "time" and parallel.pipeline_layout is None:
-        yield start.and_(pipeline_balance="parameters")
-
-
 def _savings(start: ChangedRun, limits: Limits, *, most: int | None = None) -> Iterator[ChangedRun]:
     """The same ranks and model with settings that save memory, the fewest (at most `most`) and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
@@ -254,6 +247,7 @@ def _savings(start: ChangedRun, limits: Limits, *, most: int | None = None) -> I
     smaller = [n for n in divisors(training.global_batch_size // dp, most=None) if n < training.micro_batch_size]
     groups: list[list[_Option]] = [
         [option] if (option := _one_f_one_b(start.config)) else [],
+        [{"pipeline_balance": "parameters"}] if parallel.pp > 1 and parallel.pipeline_layout is None else [],
         [{"zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4 if dp > 1 else 0)],
         [{"recompute": kind} for kind in kinds],
         [{"micro_batch_size": n} for n in reversed(smaller)],
@@ -284,7 +278,8 @@ def _kept_off_host(start: ChangedRun, limits: Limits) -> list[_Option]:
     if limits.on_cpu or limits.host_allows(limits.demand(start.config)):
         return optimizer if limits.on_cpu else []
     params: list[_Option] = [{"offload_params": False}] if parallel.offload_params else []
-    return [*optimizer, *params, *([{"offload_activations": False}] if training.offload_activations else [])]
+    activations: list[_Option] = [{"offload_activations": False}] if training.offload_activations else []
+    return [*optimizer, *params, *activations, *([{"survive": False}] if start.config.watch.survive else [])]
 
 
 def _price(option: _Option) -> int:
@@ -299,46 +294,6 @@ def _thrifty(change: ChangedRun) -> Iterator[ChangedRun]:
         before, change = change, change.and_(**saving)
         if change is not before:
             yield change
-
-
-def _more_replicas(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
-    """ZeRO stage 3 over more and more data-parallel ranks."""
-    parallel, dp = start.config.parallel, start.config.parallel.dp
-    while (ranks := parallel.ranks // parallel.dp * (dp := dp * 2)) <= _MOST_RANKS:
-        if ranks % limits.local_ranks == 0:
-            for thrifty in _thrifty(start):
-                yield _with_replicas(thrifty, dp).and_(zero_stage=3)
-
-
-def _more_stages(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
-    """The layers split over more and more ranks, by tp up to eight neighbours, and beyond by pp."""
-    parallel = start.config.parallel
-    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
-        return
-    for ranks in (2**n for n in range(1, 9)):
-        for thrifty in _thrifty(start):
-            for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
-                pp = ranks // tp
-                grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
-                others = parallel.ranks // (parallel.tp * parallel.pp)
-                if grown and tp * pp * others % limits.local_ranks == 0:
-                    yield thrifty.and_(tp=tp, pp=pp)
-
-
-def _more_of_all(start: ChangedRun, limits: Limits) -> Iterator[ChangedRun]:
-    """More ranks in every dimension together, with every flag that saves memory."""
-    parallel = start.config.parallel
-    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
-        return
-    for factor in (2**n for n in range(1, 13)):
-        ranks = parallel.ranks * factor
-        if ranks > _MOST_RANKS or ranks % limits.local_ranks:
-            continue
-        for more_tp, more_pp in itertools.product((8, 4, 2, 1), (1, 2, 4, 8, 16, 32)):
-            tp, pp, rest = parallel.tp * more_tp, parallel.pp * more_pp, factor // (more_tp * more_pp)
-            if tp > _MOST_TP * max(parallel.tp // _MOST_TP, 1) or rest * more_tp * more_pp != factor:
-                continue
-            yield _thriftiest(_with_replicas(start.and_(tp=tp, pp=pp), parallel.dp * rest))
 
 
 def _thriftiest(change: ChangedRun) -> ChangedRun:
@@ -365,13 +320,17 @@ def _may_change_model(config: ResolvedConfig) -> bool:
     return config.checkpoint.load is None and config.checkpoint.init_from_hf is None
 
 
-def _smaller_models(start: ChangedRun) -> Iterator[ChangedRun]:
-    """The larger presets before the smaller ones; without a preset, or where flags change its shape, fewer layers."""
-    if not _is_as_named(start):  # the flags would change another preset's shape as well
-        yield from _fewer_layers(start)
-        return
-    for change in _smaller_presets(start, most_cut=_MOST_CUT):
-        yield from _thrifty(change)
+def _smaller(start: ChangedRun, *, most_cut: float = math.inf) -> list[ChangedRun]:
+    """Smaller models, the largest first: presets, or without a preset, or where flags change its shape, fewer layers:
+    they would change another preset's shape as well."""
+    return _smaller_presets(start, most_cut=most_cut) if _is_as_named(start) else _fewer_layers(start)
+
+
+def _smallest(start: ChangedRun) -> Iterator[ChangedRun]:
+    """Smaller models with every other saving as well."""
+    for thrifty in map(_thriftiest, _smaller(start)):
+        yield thrifty
+        yield from _shorter(thrifty)
 
 
 def _is_as_named(start: ChangedRun) -> bool:
@@ -398,15 +357,12 @@ def _parameters(config: ResolvedConfig) -> int:
     return whole_parameters(config, outline(config))
 
 
-def _fewer_layers(start: ChangedRun, *, above: float = 0.0) -> Iterator[ChangedRun]:
-    """As many of the layers as fit, in models of more than some number of parameters."""
+def _fewer_layers(start: ChangedRun) -> list[ChangedRun]:
     layers = start.config.model.num_layers
     fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
-    if _may_change_model(start.config):
-        for fewer in sorted(fractions - {0}, reverse=True):
-            change = start.and_(num_layers=fewer)
-            if not above or _parameters(change.config) > above:
-                yield from _thrifty(change)
+    if not _may_change_model(start.config):
+        return []
+    return [start.and_(num_layers=fewer) for fewer in sorted(fractions - {0}, reverse=True)]
 
 
 def _longest(start: ChangedRun, limits: Limits, *, most_cut: float = math.inf) -> Iterator[ChangedRun]:
@@ -444,44 +400,25 @@ def _shorter(start: ChangedRun) -> Iterator[ChangedRun]:
         yield _thriftiest(change)
 
 
-def _much_smaller(start: ChangedRun) -> list[ChangedRun]:
-    """Presets, or fewer layers, the largest model first."""
-    return _smaller_presets(start) if _is_as_named(start) else list(_fewer_layers(start))
-
-
-def _smallest(start: ChangedRun, *, above: float = 0.0) -> Iterator[ChangedRun]:
-    """Smaller models, of more than some number of parameters, with every other saving as well."""
-    for change in _much_smaller(start):
-        if above and _parameters(change.config) <= above:
-            continue
-        thrifty = _thriftiest(change)
-        yield thrifty
-        yield from _shorter(thrifty)
-
-
-def _larger_hosts(start: ChangedRun, limits: Limits) -> Iterator[WayOut]:
-    """The host memory that the run needs, where it is all that is too small."""
-    demand = limits.demand(start.config)
-    if not limits.host_allows(demand) and demand.computing <= limits.memory.available:
-        yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
-
-
 def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[WayOut]:
-    """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model, and
-    with some saving flags or on more of them, at most so many. Left out is what fits on the given machines, and what
-    needs as much as the unchanged run."""
+    """What the run needs on larger machines: of host memory, where that is all that is too small; with every saving
+    flag, unchanged, with the smallest change of model, and with some saving flags or on more of them, at most so many.
+    Left out is what fits on the given machines, and what needs as much as the unchanged run."""
     machines = "machines" if limits.on_cpu else "devices"
-    models = map(_thriftiest, reversed(_much_smaller(start)))
+    models = map(_thriftiest, reversed(_smaller(start)))
     smallest = next((change for change in models if _is_valid(change, limits)), None)
     further = itertools.chain(
         _savings(start, limits),
-        _more_replicas(start, limits),
-        _more_stages(start, limits),
+        _divisions(start, limits, dp=True, model=False),
+        _divisions(start, limits, dp=False, model=True),
     )
     first = [_thriftiest(start), start, *([] if smallest is None else [smallest])]
     candidates = itertools.chain(first, itertools.islice(further, most))
     seen = list[Mapping[str, Any]]()
-    unchanged = _tenths(limits.demand(start.config).computing)
+    demand = limits.demand(start.config)
+    unchanged = _tenths(demand.computing)
+    if not limits.host_allows(demand) and demand.computing <= limits.memory.available:
+        yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
     for change in map(ChangedRun.with_its_batch, candidates):
         if change.values in seen or not _is_valid(change, limits):
             continue
@@ -610,7 +547,7 @@ class Limits:
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""
         ranks = config.parallel.ranks
-        if (self.host is not None and config.offloads) or self.torch_is_loaded:
+        if (self.host is not None and uses_host(config)) or self.torch_is_loaded:
             return self.allow(self.demand(config), ranks=ranks)
         most = self.memory.available / self._sharing(ranks)
         fullest = fullest_rank(

@@ -42,7 +42,9 @@ DOES_NOT_FIT = {
         "--schedule 1f1b"
     ),
     f"{LONG} --dp 8 --cluster a100-40g": "--tp 2 --dp 4 --global-batch-size 8",
-    "bloom-176b --cluster laptop --micro-batch-size 1": ("--preset qwen3-0.6b --seq-length 2048, a smaller model"),
+    "bloom-176b --cluster laptop --micro-batch-size 1": (
+        "--tp 8 --pp 64, on 512 machines with as much memory (gpus_per_node = 1)"
+    ),
     "llama-3-8b --cluster laptop": (
         "--recompute full --tp 8 --pp 2, on 16 machines with as much memory (gpus_per_node = 1)"
     ),
