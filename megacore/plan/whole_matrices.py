@@ -256,23 +256,17 @@ def _among_others(
     """
     by_layer = _by_layer(matrices)
     for kind in (False, True):
-        members: list[Matrix] = []
-        size = 0
+        members, size = list[Matrix](), 0
         for number in reversed(range(len(held))):
             inside = by_layer.get(number, [])
-            for matrix in inside:
-                if matrix.of_expert == kind:
-                    members.append(matrix)
-                    size += 4 * matrix.size
-                    if size >= limit and not matrix.is_joined:
+            others = 0 if kind else held[number] - sum(matrix.size for matrix in inside)
+            for matrix in (*(one for one in inside if one.of_expert == kind), None):
+                members += [] if matrix is None else [matrix]
+                size += 4 * (others if matrix is None else matrix.size)
+                if size >= limit and (matrix is None or not matrix.is_joined):
+                    if members:
                         yield tuple(members)
-                        members, size = [], 0
-            if not kind:
-                size += 4 * (held[number] - sum(matrix.size for matrix in inside))
-            if size >= limit:
-                if members:
-                    yield tuple(members)
-                members, size = [], 0
+                    members, size = [], 0
         if members:
             yield tuple(members)
 
