@@ -713,6 +713,7 @@ SURVIVAL_RULES: Sequence[Rule] = (
     Excludes("survive grad_reduce_compression", "{0} does not keep the errors of {1} yet"),
     Excludes("survive optimizer=onebitadam", "{0} does not keep the errors of {1} yet", use("optimizer", "adamw")),
     Excludes("survive optimizer=onebitlamb", "{0} does not keep the errors of {1} yet", use("optimizer", "lamb")),
+    Excludes("retune schedule_csv", "{0} would replace the schedule of {1}"),
 )
 
 RULES: Sequence[Rule] = (

@@ -8,6 +8,8 @@ their own. The kinds of the trainer:
     memory    peak and predicted bytes of every rank, after the first logged step and at the end
     skip      why a step left the weights unchanged
     spike     the limit that the loss or the gradient norm exceeded, where the weights were updated nevertheless
+    recovery  what a failure that --survive has outlived has cost; `switch`: a change of settings by --retune
+    retune    the settings that --retune has tried, with expected and measured seconds of a step, and the gain
     rollback  the spike, the step to which the run returned, and the samples that it skips
     save      the checkpoint's directory
     message   a text for the user

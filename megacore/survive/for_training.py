@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megacore import has_ring
 from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
 from megacore.survive.copies import remove_older
@@ -38,6 +39,8 @@ class _Survival(Survival):
             return
         if sys.platform != "linux":
             raise ConfigError([f"--survive needs Linux, and this is {sys.platform}: leave it out"])
+        if config.watch.retune and not has_ring("plan"):
+            raise ConfigError(["--retune needs megacore/plan, which is not installed: leave it out"])
 
     def keep(self, config: C, train: Callable[[C], int]) -> int | None:
         if not config.watch.survive:
@@ -50,7 +53,7 @@ class _Survival(Survival):
 
         def trained(plan: Plan, generation: int) -> int:
             self._plan, self._generation, self._keeper = plan, generation, keeper
-            values: dict[str, Any] = dict(plan.degrees)
+            values: dict[str, Any] = dict(plan.values)
             if (minutes := config.checkpoint.exit_duration_minutes) is not None:
                 left = max(minutes - (time.monotonic() - begun) / 60, 1e-3)  # of the time that the job has
                 values["exit_duration_minutes"] = left
@@ -86,9 +89,11 @@ class _Survival(Survival):
         interval, memory = trainer.config.watch.survive_interval, keeper.memory.path
         if plan.nodes.index(plan.nodes[trainer.mesh.world.rank]) == trainer.mesh.world.rank:
             remove_older(memory, self._generation, kept=plan.slot)
-        state: Callback = writer.StateInMemory(trainer, memory, self._generation, interval, plan.nodes)
-        recovery: Callback = writer.Recovery(plan, lambda: keeper.signal)
-        return [state, recovery]
+        state = writer.StateInMemory(trainer, memory, self._generation, interval, plan.nodes)
+        found: list[Callback] = [state, writer.Recovery(plan, lambda: keeper.signal)]
+        if trainer.config.watch.retune:
+            found.append(importlib.import_module("megacore.survive.retune").Retune(trainer, plan, state, memory))
+        return found
 
 
 SURVIVAL = _Survival()

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import gc
 import importlib
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -38,13 +40,13 @@ from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError, UserError
 from megacore.remote import location
 from megacore.survive.copies import Inventory, NodeMemory, newest, publish_parts, remove_older, save_parts
 from megacore.survive.layouts import layout_for
-from megacore.survive.meeting import BEAT_SECONDS, NOBODY, Meeting, Plan, Presence, Request
+from megacore.survive.meeting import ASKED, BEAT_SECONDS, EXIT_ASKS, NOBODY, Meeting, Plan, Presence, Request
 from megacore.train.peers import HANDLED
 from megacore.train.stopping import ENDING, prepare_signals
 
 Train = Callable[[Plan, int], int]
 _LOADED = (  # by training, sooner or later
-    *("commands.lr_range", "observe.for_training", "plan.for_training", "survive.writer"),
+    *("commands.lr_range", "observe.for_training", "plan.for_training", "plan.next_layout", "survive.writer"),
     *("watch.for_training", "watch.start", "watch.stragglers"),
     *(f"train.{name}" for name in ("bert_task", "gpt_task", "launch", "trainer")),
 )
@@ -161,6 +163,10 @@ class Keeper:
                 signal.signal(number, handler)
         return status
 
+    def _ranks(self, values: Mapping[str, Any]) -> int:
+        """That train with other values of the run's settings."""
+        return self._config.with_values(values).parallel.ranks
+
     def _lacks(self, plan: Plan) -> bool:
         """Whether a generation has fewer ranks than the run has asked for."""
         return len(plan.members) < self._config.parallel.ranks
@@ -254,7 +260,7 @@ class Keeper:
     def _first_plan(self, here: dict[int, Presence]) -> Plan:
         serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
         members = sorted(here)[: self._config.parallel.ranks]  # the others are spares
-        start = Plan(present=sorted(here), members=members, nodes=_numbers(here, members), degrees={}, serial=serial)
+        start = Plan(present=sorted(here), members=members, nodes=_numbers(here, members), values={}, serial=serial)
         if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
             why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
             return dataclasses.replace(start, refused=why, lines=[why])
@@ -275,13 +281,19 @@ class Keeper:
         # As where a device is broken: without it the others may go on.
         bad = [rank for rank in sorted(here) if _rests(rank, blamed)]
         fit = [rank for rank in sorted(here) if rank not in bad]
-        degrees = layout_for(self._config, len(fit))
+        values, asked, tuning = layout_for(self._config, len(fit)), over["asked"] or {}, None
+        chosen = asked["values"] if asked else before.values
+        if not asked and before.fallback is not None and step <= before.step + self._config.watch.retune_after:
+            chosen = before.fallback
+        # What was chosen for so many ranks stays.
+        if values is not None and self._ranks(chosen) == self._ranks(values):
+            values, tuning = chosen, asked["tuning"] if asked else before.tuning and {}
         why = ""
         if len(blamed) >= _MOST_TRIES or not fit:
             why = f"it has failed {len(blamed)} times after step {step}"
-        elif degrees is None:
+        elif values is None:
             why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
-        if why or degrees is None:
+        if why or values is None:
             everything = _source(list(shown.values()), saved, needs_room=False)  # to save it takes none
             last = self._last_on_disk(generation, everything, saved, shown, request)
             if last is None:
@@ -289,12 +301,13 @@ class Keeper:
             rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
             line = f"{cause}, and the run ends: {why}{rest}"
             lines = [*everything.problems, line]
-            return Plan(present=sorted(here), members=[], nodes=[], degrees={}, refused=why, lines=lines)
-        members = _members(fit, degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"], here, shown)
+            return Plan(present=sorted(here), members=[], nodes=[], values={}, refused=why, lines=lines)
+        members = _members(fit, self._ranks(values), here, shown)
         # Those that train bring the state: what a node without them has is out of reach.
         source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
         if not self._is_checked(generation, source, shown):
             return None
+        degrees = self._config.with_values(values).parallel.degrees
         layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one process"
         lines = [*source.problems]
         if bad:
@@ -309,7 +322,7 @@ class Keeper:
             present=sorted(here),
             members=members,
             nodes=_numbers(here, members),
-            degrees=degrees,
+            values=values,
             load=source.load,
             slot=source.slot,
             parts=source.parts,
@@ -320,6 +333,9 @@ class Keeper:
             cause=cause,
             at=at,
             made=time.time(),
+            asked=bool(asked),
+            fallback=asked.get("fallback"),
+            tuning=tuning,
             lines=lines,
         )
 
@@ -394,6 +410,11 @@ class Keeper:
                 was_told = bool(self.signal) and ended in (-self.signal, 128 + self.signal)
                 if ended == 0 or (was_told and not generation):
                     meeting.finish(generation, ended)  # it is done, or had nothing to save yet
+                elif ended == EXIT_ASKS:
+                    asked = json.loads((self.memory.path / ASKED).read_bytes())
+                    meeting.end(generation, asked["cause"], asked=asked)
+                elif ended > 0 and plan.fallback is not None:  # settings that are tried may need too much memory
+                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} failed")
                 elif how := f"was ended by {_name(self.signal)}" if was_told else child.failure():
                     blamed = NOBODY if was_told or ended == EXIT_HUNG else meeting.rank  # who hangs does not end first
                     meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}", blamed=blamed)

@@ -19,6 +19,8 @@ from megacore.config.nodes import launcher_number
 from megacore.survive.copies import Inventory, Slot
 
 NOBODY = -1
+EXIT_ASKS = 75  # of a child that has asked for another generation
+ASKED = "asked.json"  # in the memory of its node: for which one
 BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 4.0  # after which a keeper that gave a sign every second is lost
 
@@ -29,7 +31,7 @@ class Plan:
 
     present: list[int]  # the keepers that have met
     members: list[int]  # those whose children train, by rank
-    degrees: dict[str, int]  # of the run's layout that are other than at its start
+    values: dict[str, Any]  # of the run's settings that are other than at its start: its layout, and what was tried
     nodes: list[int]  # the number of the node that each member is on
     load: str | None = None  # the checkpoint to continue from; None: the run's own, as at its start
     slot: str | None = None  # of the nodes' memory, which is that checkpoint
@@ -41,6 +43,9 @@ class Plan:
     cause: str = ""  # why there is a new generation; empty at the start
     at: float = 0.0  # when that was noticed, as time.time
     made: float = 0.0  # when the plan was made, likewise
+    asked: bool = False  # whether the run has asked for it, and nothing failed
+    fallback: dict[str, Any] | None = None  # `values` for the next one, if this fails before `values` are measured
+    tuning: dict[str, Any] | None = None  # what --retune (retune.py) has measured; None: nothing, and empty: all
     refused: str = ""  # why the run ends instead
     lines: Sequence[str] = ()  # to say of it
 
@@ -133,9 +138,12 @@ class Meeting:
         content = self._got(generation, "plan")
         return None if content is None else Plan(**content)
 
-    def end(self, generation: int, cause: str, *, blamed: int | None = None) -> None:
-        """Say that a generation is over. `blamed`: the keeper whose failure that is, or NOBODY; None: it is none."""
-        self._first(generation, "over", {"cause": cause, "at": time.time(), "blamed": blamed})
+    def end(
+        self, generation: int, cause: str, *, blamed: int | None = None, asked: Mapping[str, Any] | None = None
+    ) -> None:
+        """Say that a generation is over. `blamed`: the keeper whose failure that is, or NOBODY; None: it is none.
+        `asked`: parts of the next plan, for which the run has ended it."""
+        self._first(generation, "over", {"cause": cause, "at": time.time(), "blamed": blamed, "asked": asked})
         self._store.set(f"{generation}/news", "1")
 
     def is_over(self, generation: int) -> bool:

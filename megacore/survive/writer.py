@@ -67,23 +67,32 @@ class StateInMemory(Callback):
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
         self._files: list[dict[str, mmap.mmap]] = [{} for _ in range(SLOTS)]
         self._targets: list[list[Tensor] | None] = [None] * SLOTS  # None: not prepared; a rank may have no block
-        self._tables, self._has_room = "", True
+        self._tables, self._has_room, self._kept = "", True, -1
         self.seconds = 0.0  # that it has taken so far
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Keep the state after the last step. Only now: what was logged, evaluated and saved of that step is done, so
         that a run which continues from here repeats nothing of it."""
+        if not (self._written and self._trainer.step % self._interval):
+            self.keep()
+
+    def keep(self) -> bool:
+        """Keep the state of now; whether memory has it."""
         trainer = self._trainer
         # A state whose last steps were skipped is not complete without what the run knows of them.
-        if (self._written and trainer.step % self._interval) or trainer.update.skipped_in_a_row or not self._has_room:
-            return
+        if trainer.update.skipped_in_a_row or not self._has_room:
+            return False
+        if self._kept == trainer.step:
+            return True
         begun = time.monotonic()
         if self._peers is not None:
             self._peers.finish()
         if self._written == 1 and self._is_first_of_node:
             remove_older(self._memory, self._generation)  # every rank has written the first: it took part in a step
         self._write(trainer.state())
+        self._kept = trainer.step
         self.seconds += time.monotonic() - begun
+        return self._has_room
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         if self._peers is not None:
@@ -289,5 +298,6 @@ class Recovery(Callback):
         self._is_due, now = False, time.time()
         plan, step = self._plan, now - self._begun
         parts = {"seconds_agreed": plan.made - plan.at, "seconds_state": self._begun - plan.made, "seconds_step": step}
-        run.emit("recovery", cause=plan.cause, ranks=run.mesh.world.size, noticed=plan.at, **parts)
-        run.say(f"  {'recovered':<10}in {now - plan.at:.1f} s, of which step {result.step} took {step:.1f} s")
+        kind, word = ("switch", "switched") if plan.asked else ("recovery", "recovered")
+        run.emit(kind, cause=plan.cause, ranks=run.mesh.world.size, noticed=plan.at, **parts)
+        run.say(f"  {word:<10}in {now - plan.at:.1f} s, of which step {result.step} took {step:.1f} s")
