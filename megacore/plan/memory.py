@@ -402,7 +402,7 @@ def as_computed(config: ResolvedConfig, *, on_cpu: bool) -> ResolvedConfig:
     config = config.for_device(on_cpu=on_cpu)
     if not on_cpu or not config.parallel.offload_params:
         return config
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, offload_params=False))
+    return config.with_values({"offload_params": False})
 
 
 def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:

@@ -284,8 +284,7 @@ def memory_with(plan: Plan, microbatches: int) -> Sequence[RankMemory]:
     config = plan.config
     if microbatches == config.microbatches:
         return plan.memory
-    training = replace(config.training, global_batch_size=microbatches * config.replica_batch_size)
-    other = replace(config, training=training)
+    other = config.with_values({"global_batch_size": microbatches * config.replica_batch_size})
     return replace(plan, config=other).memory
 
 

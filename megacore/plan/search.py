@@ -151,8 +151,7 @@ class Found:
         """One of the configurations, for what all have in common: model, batch and the settings that were given."""
         config = self.layouts[0].config
         offloads = config.parallel.offload_optimizer and "offload_optimizer" not in self.layouts[0].named
-        parallel = dataclasses.replace(config.parallel, offload_optimizer=offloads)
-        return dataclasses.replace(config, parallel=parallel)
+        return config.with_values({"offload_optimizer": offloads})
 
     @property
     def times_too_large(self) -> float:

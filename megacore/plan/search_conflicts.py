@@ -213,35 +213,30 @@ def ways_of_search(
         found: by the search: no layout that fits, and what the smallest needs.
         batch_of_ranks: the batch is as many times the number of ranks, whatever that is.
     """
-    world, batch = constraints.world_size, config.training.global_batch_size
-    left = _MOST_SEARCHED
-    for ranks in _more_ranks(found.times_too_large * world, cluster, world):
-        if left < ranks // world * found.tried:
-            break
-        sized = with_batch(config, batch * ranks // world) if batch_of_ranks else config
-        wider = search(sized, cluster, dataclasses.replace(constraints, world_size=ranks))
-        if wider.layouts:
-            yield f"--world-size {ranks}"
-            break
-        left -= wider.tried
-    left, smaller = _MOST_SEARCHED, batch
-    while smaller > 1 and left >= found.tried:
-        smaller //= 2
-        of_smaller = search(with_batch(config, smaller), cluster, constraints)
-        if of_smaller.layouts:
-            yield f"--global-batch-size {smaller}"
-            break
-        left -= of_smaller.tried
-    is_host_short = found.least_on_host is not None and found.tried <= _MOST_SEARCHED
-    if is_host_short and search(_without_offloading(config), cluster, constraints).layouts:
-        yield " ".join(flag.replace("--", "--no-", 1) for flag in config.offload_flags)
+    world, batch, tried = constraints.world_size, config.training.global_batch_size, found.tried
 
+    def first(candidates: Iterable[tuple[str, ResolvedConfig, int]]) -> Iterator[str]:
+        """The words of the first candidate of which a layout fits, as long as there is not much to search."""
+        left = _MOST_SEARCHED
+        for words, sized, ranks in candidates:
+            if left < ranks // world * tried:
+                return
+            others = search(sized, cluster, dataclasses.replace(constraints, world_size=ranks))
+            if others.layouts:
+                yield words
+                return
+            left -= others.tried
 
-def _without_offloading(config: ResolvedConfig) -> ResolvedConfig:
-    """The configuration with nothing in host memory."""
-    parallel = dataclasses.replace(config.parallel, offload_optimizer=False, offload_params=False)
-    training = dataclasses.replace(config.training, offload_activations=False)
-    return dataclasses.replace(config, parallel=parallel, training=training)
+    more = _more_ranks(found.times_too_large * world, cluster, world)
+    batches = ((ranks, batch * ranks // world if batch_of_ranks else batch) for ranks in more)
+    yield from first((f"--world-size {ranks}", with_batch(config, size), ranks) for ranks, size in batches)
+    smaller = (batch >> n for n in range(1, batch.bit_length()))
+    yield from first((f"--global-batch-size {size}", with_batch(config, size), world) for size in smaller)
+    if found.least_on_host is not None:
+        kept = {"offload_optimizer": False, "offload_params": False, "offload_activations": False, "survive": False}
+        flags = [*config.offload_flags, *(["--survive"] if config.watch.survive else [])]
+        words = " ".join(name.replace("--", "--no-", 1) for name in flags)
+        yield from first([(words, config.with_values(kept), world)])
 
 
 def _more_ranks(at_least: float, cluster: Cluster, world: int) -> Iterator[int]:

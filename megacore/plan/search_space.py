@@ -88,7 +88,7 @@ def with_choice(config: ResolvedConfig, choice: Choice) -> ResolvedConfig:
 
 def with_batch(config: ResolvedConfig, batch: int) -> ResolvedConfig:
     """The configuration with another global batch size."""
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
+    return config.with_values({"global_batch_size": batch})
 
 
 def divisions_of(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[Mapping[str, Any]]:

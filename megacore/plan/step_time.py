@@ -10,13 +10,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.outline import ModelLayer
-from megacore.pipeline.schedule import Schedule, build_schedule, computations
-from megacore.pipeline.schedule_file import load_schedule, placement
+from megacore.pipeline.schedule import computations
+from megacore.pipeline.schedule_file import placement, training_schedule
 from megacore.pipeline.simulator import Costs, Simulator, Timeline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
@@ -262,19 +261,6 @@ def _message_seconds(config: ResolvedConfig, speed: Speed) -> float:
     return speed.transfers([replace(whole, bytes=whole.bytes / t), gathered])
 
 
-def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:
-    """The schedule of a run, for as many microbatches."""
-    parallel = config.parallel
-    if parallel.schedule_csv is not None:
-        return load_schedule(Path(parallel.schedule_csv))
-    return _schedule(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
-    return build_schedule(name, ranks, microbatches, virtual_stages)
-
-
 def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timeline:
     """What each rank computes when."""
     return _simulator_of(config, microbatches).timeline(costs)
@@ -283,7 +269,7 @@ def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timelin
 def _simulator_of(config: ResolvedConfig, microbatches: int) -> Simulator:
     parallel = config.parallel
     if parallel.schedule_csv is not None:
-        return Simulator.of_schedule(schedule_of(config, microbatches))
+        return Simulator.of_schedule(training_schedule(parallel, microbatches))
     return _simulator(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
 
 

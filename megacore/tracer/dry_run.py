@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from megacore import ops
-from megacore.config import RampupConfig, ResolvedConfig
+from megacore.config import ResolvedConfig
 from megacore.config.dimensions import DIMENSIONS, coordinates_of, pipeline_dimension, ranks_of_role
 from megacore.errors import ConfigError
 from megacore.models.outline import outline
@@ -35,7 +35,7 @@ from megacore.tracer.fake_job import CPU, absent_accelerator, fake_job, in_words
 from megacore.tracer.fake_settings import unfit_settings
 from megacore.tracer.memory import traced_rank
 from megacore.tracer.meter import Meter
-from megacore.tracer.profile import fake_microbatch, make_task
+from megacore.tracer.profile import fake_microbatch, make_task, with_microbatches
 from megacore.tracer.workers import in_processes
 from megacore.train.step import TrainStep
 from megacore.zero.memory import measured_bytes
@@ -166,11 +166,8 @@ def microbatch_counts(config: ResolvedConfig, rank: int) -> list[int]:
 def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     """Build one rank of the job and take its steps. `config`: resolved, with the defaults of its device."""
     counts = microbatch_counts(config, rank)
+    config = with_microbatches(config, counts[-1])
     training = config.training
-    samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)
-    config = replace(config, training=replace(training, global_batch_size=samples), rampup=RampupConfig())
-    # After the warm-up of a 1-bit optimizer a rank holds more: its second step is one of these.
-    config = replace(config, onebitadam=replace(config.onebitadam, onebit_freeze_step=1))
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
     number = rank % (config.parallel.ranks // ranks_of_role("pipeline", config.parallel))  # stages are outermost
     device = CPU if on_cpu else absent_accelerator()

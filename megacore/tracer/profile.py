@@ -123,16 +123,18 @@ def fake_microbatch(kind: type[Batch], config: ResolvedConfig, mesh: Mesh, index
 
 def _traceable(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> ResolvedConfig:
     """The configuration of a step of few microbatches and layers that fake tensors can take."""
-    parallel, training = config.parallel, config.training
-    count = microbatches_that_run(config, rank)
-    samples = count * training.micro_batch_size * ranks_of_role("batch", parallel)
-    training = replace(training, global_batch_size=samples, compile=False)
-    # After the warm-up of a 1-bit optimizer a rank holds more: the second step is one of these.
-    onebitadam = replace(config.onebitadam, onebit_freeze_step=1)
-    config = replace(config, training=training, onebitadam=onebitadam, rampup=RampupConfig())
+    config = with_microbatches(config, microbatches_that_run(config, rank)).with_values({"compile": False})
     if getattr(config.optimizer_settings, "moments_dtype", None) == "int8":  # its scales follow from numbers
         config = replace(config, adamw=replace(config.adamw, moments_dtype="bf16"))
     return config
+
+
+def with_microbatches(config: ResolvedConfig, count: int) -> ResolvedConfig:
+    """The configuration of steps of so many microbatches for each replica."""
+    samples = count * config.training.micro_batch_size * ranks_of_role("batch", config.parallel)
+    # After the warm-up of a 1-bit optimizer a rank holds more: the second step is one of these.
+    config = config.with_values({"global_batch_size": samples, "onebit_freeze_step": 1})
+    return replace(config, rampup=RampupConfig())
 
 
 class _Log:
