@@ -319,7 +319,8 @@ def test_the_limit_is_median_plus_robust_deviations_of_accepted_values(window: i
 
 
 def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
-    limits = guard(2.0, 0.5, spike_window=4, spike_threshold=10.0).limits(5)
+    negative, limits = (guard(loss, 0.5, spike_window=4, spike_threshold=10.0).limits(5) for loss in (-2.0, 2.0))
+    assert negative.loss.value == pytest.approx(-1.8, rel=1e-14)
     assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 1.0), rel=1e-14)  # 1% of losses, 10% of norms
     assert limits.exceeded(2.2, 1.0) is None
     assert limits.exceeded(2.21, 0.5) == "the loss 2.21 is above 2.2 (median 2, robust deviation 0.02)"
