@@ -33,6 +33,12 @@ class KeyValues:
         self._stage, self._config, self._capacity, self.length = stage, config, capacity, 0
         self._attentions = [module for module in stage.modules() if isinstance(module, Attention)]
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
+        for parameter in stage.parameters():
+            _lay_out_for_one_row(parameter)
+        for attention in self._attentions:
+            if attention.rotary is not None:
+                # Tables of the full length at once: they are made anew whenever a longer text comes.
+                attention.rotary.tables(capacity, next(stage.parameters()).device)
 
     @classmethod
     def of(cls, stage: Stage, config: ResolvedModel, capacity: int) -> KeyValues | None:
@@ -51,10 +57,6 @@ class KeyValues:
         device = next(self._stage.parameters()).device
         text = torch.tensor([tokens], device=device)
         positions = torch.arange(self.length, self.length + len(tokens), device=device)[None]
-        for attention in self._attentions:
-            if attention.rotary is not None:
-                # Tables of the full length at once: they are made anew whenever a longer text comes.
-                attention.rotary.tables(self._capacity, device)
         with self._remembering():
             logits = self._stage((text, torch.ones_like(text), positions))
         self.length += len(tokens)
@@ -93,6 +95,16 @@ class KeyValues:
         bias = None if seen is None else seen.to(query.dtype)
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=is_grouped)
+
+
+def _lay_out_for_one_row(weight: Tensor) -> None:
+    """Give a weight with more rows than columns other strides, and the same values. On a CPU one row times it then
+    reads memory about twice as fast: MKL adds up long columns, instead of many short rows one by one. A weight that is
+    part of a larger piece of memory, as in training, stays there."""
+    is_apart = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    if weight.dim() == 2 and weight.shape[0] > weight.shape[1] and weight.is_contiguous() and is_apart:
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            weight.data = weight.data.t().contiguous().t()
 
 
 def _is_own(block: nn.Module) -> bool:
