@@ -43,7 +43,7 @@ _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
     *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
 )
-_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "pretrained_checkpoint")
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_dora", "lora_targets", "pretrained_checkpoint")
 _OF_SCHEDULE = ("--lr", "--min-lr", "--decoupled-", "--weight-decay")
 _RESETS = ("reset_position_ids", "reset_attention_mask")
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
@@ -169,9 +169,9 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
             f"{load}: {directory} has {'no adapters' if rank is None else f'adapters of rank {rank}'}, and --lora-rank "
             f"is {config.lora.lora_rank}: {ways}"
         )
-    alpha, targets = (manifest.settings.get(name) for name in ("lora_alpha", "lora_targets"))
-    for name, there, here in (("alpha", alpha, config.lora.lora_alpha), ("targets", targets, config.lora.lora_targets)):
-        if rank is not None and there != here:
+    for name in ("alpha", "targets", "dora"):
+        there, here = manifest.settings.get(f"lora_{name}"), getattr(config.lora, f"lora_{name}")
+        if rank is not None and (there or None) != (here or None):
             way = f"use {there}" if there is not None else "leave the flag out"
             raise CheckpointError(
                 f"{load}: {directory} has adapters of --lora-{name} {there}, and --lora-{name} is {here}: {way}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.convert.to_megatron import MegatronExport, plan_megatron, require_equal, write_ranks, write_torch_dist
 from megacore.convert.upcycle import upcycled, write_upcycled
-from megacore.errors import UserError
+from megacore.errors import CheckpointError, UserError
 from megacore.inference.trained import trained_layers
 from megacore.remote import is_url
 from megacore.train.freed_memory import give_back_what_is_freed
@@ -217,6 +218,11 @@ def _base(args: Namespace, adapters: CheckpointTensors, temporary: Path) -> Iter
     with _between(temporary) as between:
         ignored = settings.get("ignore_config_field")
         _from_hf(Namespace(**{**vars(args), "run": Path(str(given)), "ignore_config_field": ignored}), between)
+        try:
+            base_of(adapters.manifest, adapters.directory, between)
+        except CheckpointError:  # nor does the same model have the same manifest, written by another version
+            was = settings.get("pretrained_checkpoint")
+            print(f"warning: the adapters are of {was}; check that {given} is the same model", file=sys.stderr)
         yield str(given), CheckpointTensors(between)
 
 

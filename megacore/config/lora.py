@@ -62,6 +62,8 @@ class LoraConfig(Section):
     """Scale of the adapters: what they add is multiplied by this / rank. Default: the rank."""
     lora_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Share of the adapters' inputs that is set to zero in training."""
+    lora_dora: bool = False
+    """Learns lengths of rows too (DoRA)."""
     lora_targets: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
     """Linear layers of blocks that get adapters, such as q_proj,v_proj. qkv_proj: one adapter for queries, keys and
     values. Default: all, but for experts."""
@@ -85,6 +87,8 @@ def known_targets(model: Any, *, has_experts: bool) -> dict[str, Target]:
         absent = ("q_proj",) if model.q_lora_rank is not None else ("q_a_proj", "q_b_proj")
         targets = {name: target for name, target in _LATENT.items() if name not in absent}
     targets |= _OUTPUT
+    if model.attention_output_gate:
+        targets["g_proj"] = Target("attention.gate")
     if not has_experts:
         targets |= {name: target for name, target in _MLP.items() if name != "gate_proj" or model.gated}
     return targets if model.multi_latent_attention else {**targets, FUSED_QKV: Target(_QKV)}
@@ -127,6 +131,7 @@ def adapter_parameters(lora: LoraConfig, model: Any, tp: int) -> int:
         "attention.query_up": (q, heads * model.head_size, 1, tp),
         "attention.key_value_down": (h, kv + model.qk_rope_head_dim, 1, 1),
         "attention.key_value": (kv, heads * (model.qk_nope_head_dim + model.v_head_dim), 1, tp),
+        "attention.gate": (h, heads * model.head_size, 1, tp),
         "attention.output": (heads * model.value_size, h, tp, 1),
         **dict.fromkeys(("mlp.gate", "mlp.up"), (h, model.inner_size, 1, tp)),
         "mlp.down": (model.inner_size, h, tp, 1),
@@ -135,6 +140,7 @@ def adapter_parameters(lora: LoraConfig, model: Any, tp: int) -> int:
     for path, parts in adapted_parts(lora, model).items():
         inputs, outputs, by_inputs, by_outputs = sizes[path]
         total += rank * (max(len(parts), 1) * inputs // by_inputs + outputs // by_outputs)
+        total += lora.lora_dora * outputs // by_outputs
     return total
 
 
@@ -181,6 +187,8 @@ LORA_RULES: Sequence[Rule] = (
              Out("lora_rank")),
     Excludes("lora_rank offload_params", "{0} keeps frozen weights on the device, not in host memory as {1}",
              Out("offload_params")),
+    Excludes("lora_dora reproducible", "{0} is not possible with {1}: lengths of rows are sums over the ranks of "
+             "tensor parallelism", Out("lora_dora")),
     Excludes("lora_dropout reproducible", "{0} is not possible with {1}: masks of adapters depend on tensor "
              "parallelism", Out("lora_dropout")),
 )  # fmt: skip

@@ -33,7 +33,7 @@ from megacore.convert.from_hf import KEPT_CONFIG
 from megacore.convert.hf_directory import inside, read_config
 from megacore.convert.plan import Step, make_plan, their_shapes, whole_config
 from megacore.errors import CheckpointError
-from megacore.layers.lora import IN, OUT, projection_of_rows
+from megacore.layers.lora import IN, MAGNITUDE, OUT, projection_of_rows
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family
 from megacore.safe_json import read_object
@@ -43,7 +43,7 @@ _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _USUAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False, None),
+    "use_dora": (False, None, True),
     "modules_to_save": (None, []),
     "layer_replication": (None,),
     "lora_bias": (False, None),
@@ -129,7 +129,14 @@ def write_merged(adapters: CheckpointTensors, base: CheckpointTensors, target: P
             one.b.double() @ one.a.double()
             for one in _adapters(adapters.read, adapters.config, lora, layer, layers[layer])
         )
-        return (weight.double() + lora.lora_scale * added).to(weight.dtype)
+        whole = weight.double() + lora.lora_scale * added
+        if lora.lora_dora:
+            ratio = adapters.read(f"{layer}.{MAGNITUDE}").double() / whole.norm(dim=1)
+            if parts := layers[layer]:  # rows of other projections stay as they are
+                of_row = projection_of_rows(adapters.config, torch.arange(len(whole)))
+                ratio = torch.where(torch.isin(of_row, torch.tensor(parts)), ratio, 1.0)
+            whole = ratio.unsqueeze(1) * whole
+        return whole.to(weight.dtype)
 
     write_weights(
         target,
@@ -184,15 +191,27 @@ def write_peft(tensors: CheckpointTensors, family: Family, target: Path, *, like
     lora, steps = lora_of(tensors), _steps(family, tensors.config)
     shapes = their_shapes(list(steps.values()))
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    made: dict[str, Tensor] = {}
     for name, parts in _layers(lora, tensors.config):
         step = steps[name]
+        for source, theirs in enumerate(step.theirs) if lora.lora_dora else ():
+            lengths = tensors.read(f"{name}.{MAGNITUDE}").unsqueeze(1)
+            if not parts or len(step.theirs) == 1 or source in parts:
+                unknown = lengths.new_full((shapes[theirs][step.transposed], 1), math.nan)
+                of_theirs = made.setdefault(_magnitude(_module(step, source)), unknown)
+                _of_width(step, 1).take_apart(lengths, source, of_theirs)
         for adapter in _adapters(tensors.read, tensors.config, lora, name, parts):
             for source, theirs in enumerate(step.theirs):
                 if adapter.part in (None, source) or len(step.theirs) == 1:
                     b = torch.zeros(shapes[theirs][step.transposed], adapter.b.shape[1], dtype=adapter.b.dtype)
                     _of_width(step, adapter.b.shape[1]).take_apart(adapter.b, source, b)
                     found.setdefault(_module(step, source), []).append((adapter.a, b))
-    made: dict[str, Tensor] = {}
+    if bare := [name for name, rows in made.items() if rows.isnan().any()]:
+        raise CheckpointError(
+            f"{tensors.directory}: {bare[0].removesuffix('.lora_magnitude_vector')} has rows without an adapter, and "
+            "PEFT's DoRA has lengths of all: merge them with --merge instead"
+        )
+    made = {name: rows.squeeze(1) for name, rows in made.items()}
     for module, pairs in found.items():
         a, b = (torch.cat(list(each), dim) for dim, each in enumerate(zip(*pairs, strict=True)))
         made |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
@@ -207,6 +226,7 @@ def write_peft(tensors: CheckpointTensors, family: Family, target: Path, *, like
         "r": rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": lora.lora_dropout,
+        "use_dora": lora.lora_dora,
         "target_modules": sorted({_end(module) for module in found}),
         "rank_pattern": {end: count * rank for end, count in several.items()},
         "alpha_pattern": {end: count * alpha for end, count in several.items()},
@@ -226,6 +246,11 @@ def _steps(family: Family, model: ResolvedModel) -> dict[str, Step]:
 def _module(step: Step, source: int) -> str:
     """The layer of theirs that one of the sources of a matrix is."""
     return step.theirs[source].removesuffix(".weight")
+
+
+def _magnitude(module: str) -> str:
+    """The key of DoRA's lengths of a layer of theirs."""
+    return f"base_model.model.{module}.lora_magnitude_vector"
 
 
 def _of_width(step: Step, columns: int) -> Step:
@@ -260,6 +285,11 @@ def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family
 
         added = sum(one.b.double() @ one.a.double() * lora.lora_scale for one in ours)
         difference = _of_width(step, step.shape[1]).assemble(read) - added
+        for source in range(len(step.theirs)) if lora.lora_dora else ():
+            if (lengths := theirs.lengths.get(_module(step, source))) is not None:
+                of_theirs = lengths.clone().unsqueeze(1)
+                _of_width(step, 1).take_apart(tensors.read(f"{name}.{MAGNITUDE}").unsqueeze(1), source, of_theirs)
+                worst = max(worst, float((of_theirs.squeeze(1) - lengths).abs().max()))
         worst = max(worst, float(difference.abs().max() / torch.as_tensor(added).abs().max().clamp(min=1e-30)))
     if not worst <= 1e-12:
         raise CheckpointError(f"{path}: what its adapters add differs by {worst:.1e}; nothing was published")
@@ -271,10 +301,12 @@ def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family
 
 @dataclass(frozen=True, kw_only=True)
 class _Theirs:
-    """The adapters of a directory: the values of its configuration, and A, B and the scale by layer."""
+    """The adapters of a directory: the values of its configuration, and A, B and the scale by layer, and DoRA's lengths
+    of rows."""
 
     values: Mapping[str, Any]
     adapters: Mapping[str, tuple[Tensor, Tensor, float]]
+    lengths: Mapping[str, Tensor]
 
 
 def _open(path: Path) -> _Theirs:
@@ -289,6 +321,7 @@ def _open(path: Path) -> _Theirs:
     stored = read_header(inside(path, f"{STEM}.safetensors"))
     layers = {match[1] for name in stored if (match := _KEY.fullmatch(name))}
     known = {f"base_model.model.{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
+    known |= {_magnitude(layer) for layer in layers} if values.get("use_dora") else set()
     problems += [f"{name[:120]} is missing" for name in sorted(known - stored.keys())]
     problems += [f"{name[:120]} is none of the A and B of a linear layer" for name in sorted(stored.keys() - known)]
     if problems:
@@ -297,7 +330,8 @@ def _open(path: Path) -> _Theirs:
     for layer in sorted(layers):
         a, b = (read_tensor(stored[f"base_model.model.{layer}.lora_{part}.weight"]) for part in "AB")
         adapters[layer] = a, b, _scale(values, layer, len(a))
-    return _Theirs(values=values, adapters=adapters)
+    lengths = {layer: read_tensor(stored[_magnitude(layer)]) for layer in layers} if values.get("use_dora") else {}
+    return _Theirs(values=values, adapters=adapters, lengths=lengths)
 
 
 def _scale(values: Mapping[str, Any], layer: str, rank: int) -> float:
@@ -345,9 +379,9 @@ def write_adapters(path: Path, base: CheckpointTensors, family: Family, target: 
         )
     lora = LoraConfig(
         lora_rank=rank, lora_alpha=scale * rank, lora_dropout=float(theirs.values.get("lora_dropout") or 0.0),
-        lora_targets=",".join(name for name in known if name in targets),
+        lora_targets=",".join(name for name in known if name in targets), lora_dora=bool(theirs.lengths),
     )  # fmt: skip
-    made = dict(_made(theirs, steps, lora, model, scale))
+    made = dict(_made(theirs, steps, lora, base, scale))
     config: Config = dataclasses.replace(
         whole_config(model, None), lora=lora, start=StartConfig(pretrained_checkpoint=str(base.directory))
     )
@@ -356,10 +390,10 @@ def write_adapters(path: Path, base: CheckpointTensors, family: Family, target: 
 
 
 def _made(
-    theirs: _Theirs, steps: Mapping[str, Step], lora: LoraConfig, model: ResolvedModel, scale: float
+    theirs: _Theirs, steps: Mapping[str, Step], lora: LoraConfig, base: CheckpointTensors, scale: float
 ) -> Iterator[tuple[str, Tensor]]:
     rank = lora.lora_rank or 1
-    for name, parts in _layers(lora, model):
+    for name, parts in _layers(lora, base.config):
         step = steps[name]
         found = [theirs.adapters.get(_module(step, source)) for source in range(len(step.theirs))]
         dtype = next((each[0].dtype for each in found if each is not None), torch.float32)
@@ -378,3 +412,13 @@ def _made(
 
         yield f"{name}.{IN}.weight", a.flatten(0, 1)
         yield f"{name}.{OUT}.weight", _of_width(step, rank).assemble(read)
+        if lora.lora_dora:
+            own = base.read(f"{name}.weight").to(dtype).norm(dim=1, keepdim=True)  # where they have no adapter
+
+            def length(source: int, step: Step = step, own: Tensor = own) -> Tensor:
+                if (found := theirs.lengths.get(_module(step, source))) is not None:
+                    return found.unsqueeze(1)
+                _of_width(step, 1).take_apart(own, source, rows := torch.zeros(step.sizes[source], 1, dtype=own.dtype))
+                return rows
+
+            yield f"{name}.{MAGNITUDE}", _of_width(step, 1).assemble(length).squeeze(1)

@@ -1,5 +1,6 @@
 """Low-rank adapters, LoRA (Hu et al. 2021, arXiv 2106.09685), beside the linear layers of blocks: y = W x + s B A x,
-with W frozen. A begins as a new linear layer does, and B as zero.
+with W frozen. A begins as a new linear layer does, and B as zero. DoRA (Liu et al. 2024, arXiv 2402.09353) also learns
+the length of each row of W + s B A, apart from its direction.
 
 An adapter is two linear layers that are split as W's input and output are, so that the wide vectors are not exchanged
 once more: beside a column-parallel layer A is whole on every rank and B split, beside a row-parallel one A is split and
@@ -25,10 +26,12 @@ from megacore.errors import ConfigError
 from megacore.layers.block import GatedMLP
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
+from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.random import Dropout
+from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
-IN, OUT = "lora_a", "lora_b"
+IN, OUT, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 """The parts of an adapter, in the names of its parameters."""
 
 
@@ -42,26 +45,49 @@ class StackedColumns(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, p r] (or [b, s/t, p r]) -> [b, s, o/t]"""
-        stacked = self.weight.unsqueeze(1) * self.reads.to(self.weight.dtype).unsqueeze(2)  # [o/t, p, r]
-        return self.columns(x, (stacked.flatten(1), None))[0]
+        return self.columns(x, (self.stacked(), None))[0]
+
+    def stacked(self) -> Tensor:
+        """[o/t, p r], with zeros where a row reads nothing."""
+        return (self.weight.unsqueeze(1) * self.reads.to(self.weight.dtype).unsqueeze(2)).flatten(1)
 
 
 class Adapted(nn.Module):
     """A linear layer with an adapter; it is put before the layer's own class."""
 
-    lora_a: nn.Module
-    lora_b: nn.Module
+    lora_a: ReplicatedLinear | RowParallelLinear
+    lora_b: ReplicatedLinear | ColumnParallelLinear
     lora_dropout: Dropout | None
     lora_scale: float
+    lora_magnitude: ShardedParameter | None  # [o/t], or [o] where rows are whole: their lengths; None: not DoRA
+    weight: Tensor
+    bias: Tensor | None
 
     def forward(self, x: Tensor, **choices: Any) -> Tensor:
-        return self.adapted(x, super().forward(x, **choices))
+        return self.adapted(x, super().forward(x, **choices), **choices)
 
-    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+    def adapted(self, x: Tensor, y: Tensor, *, with_bias: bool = True) -> Tensor:
         """What the adapter makes of the layer's output y for its input x."""
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         added: Tensor = self.lora_b(self.lora_a(dropped) * self.lora_scale)
-        return y + added
+        if self.lora_magnitude is None:
+            return y + added
+        ratio = self.lora_magnitude / self.lengths()
+        if isinstance(self.lora_b, StackedColumns):  # rows of projections without an adapter stay as they are
+            ratio = torch.where(self.lora_b.reads.any(1), ratio, 1.0)
+        ratio = ratio.to(y.dtype)
+        bias = self.bias if with_bias else None
+        return ratio * (y + added) if bias is None else ratio * (y - bias + added) + bias
+
+    @torch.no_grad()
+    def lengths(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Of the rows of W + s B A, [o/t]: constants for the gradient, as in section 4.3 of DoRA."""
+        b = self.lora_b.stacked() if isinstance(self.lora_b, StackedColumns) else self.lora_b.weight
+        whole = self.weight.to(dtype) + self.lora_scale * (b.to(dtype) @ self.lora_a.weight.to(dtype))
+        squares = whole.square().sum(1)
+        if isinstance(self.lora_a, RowParallelLinear):  # a rank has some of the columns
+            squares = reduce_from_group(squares, self.lora_a.group)
+        return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
 
 def adapted(
@@ -114,8 +140,22 @@ def _add(
     if lora.lora_dropout:
         shard = context.sequence.group.rank * context.layer_group.size + positions
         module.lora_dropout = Dropout(lora.lora_dropout, context.streams, f"{name}.lora_dropout", shard=shard)
+    module.lora_magnitude = None
+    if lora.lora_dora:
+        rows = {0: module.weight.spec.slices[0]} if isinstance(module, ColumnParallelLinear) else {}
+        spec = ShardSpec.split((out_features,), rows) if rows else ShardSpec(shape=(out_features,))
+        module.lora_magnitude = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
     kind = type(module)
     module.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+
+
+@torch.no_grad()
+def begin_magnitudes(layer: nn.Module) -> None:
+    """Give DoRA's magnitudes of a layer, whose other parameters have their values, those with which it changes nothing;
+    all ranks of the layer group call this together."""
+    for module in layer.modules():
+        if isinstance(module, Adapted) and module.lora_magnitude is not None:
+            module.lora_magnitude.copy_(module.lengths(torch.float64))  # the same bits on every layout
 
 
 def projection_of_rows(model: ResolvedModel, rows: Tensor) -> Tensor:
@@ -126,4 +166,4 @@ def projection_of_rows(model: ResolvedModel, rows: Tensor) -> Tensor:
 
 def is_adapter(name: str) -> bool:
     """Whether a global name is that of an adapter's parameter."""
-    return f".{IN}." in name or f".{OUT}." in name
+    return f".{IN}." in name or f".{OUT}." in name or name.endswith(MAGNITUDE)

@@ -16,6 +16,7 @@ from megacore.config.fp8 import is_fp8
 from megacore.config.parameter_groups import DECOUPLED, ParameterGroups
 from megacore.config.reproducible import canonical_blocks
 from megacore.errors import ConfigError
+from megacore.layers.lora import begin_magnitudes
 from megacore.layers.reproducible import make_reproducible
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
@@ -117,6 +118,7 @@ def _layers(
         if is_new or (frozen := [one for one in new.values() if not one.requires_grad]):
             task.initialize(new.values() if is_new else frozen)
         if is_new:
+            begin_magnitudes(layer)
             task.initialize_buffers({f"{chunk.names[index]}.{name}": each for name, each in layer.named_buffers()})
         parameters |= new
         # Exchanged before compiling, which captures what the layers compute.

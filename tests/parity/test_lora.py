@@ -51,7 +51,8 @@ def of_tokens(twin: nn.Module, state: dict[str, Tensor], tokens: Tensor) -> Any:
     return functional_call(twin, state, (tokens,))
 
 
-def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_learn_as_in_plain_torch(dora: bool, tmp_path: Path) -> None:
     changes = {
         "num_layers": 2,
         "train_iters": 6,
@@ -60,7 +61,7 @@ def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
         "lr": 1e-2,
         "weight_decay": 0.1,
     }
-    config = make_config((1, 1, 1), tmp_path, lora_rank=RANK, lora_alpha=RANK * SCALE, **changes)
+    config = make_config((1, 1, 1), tmp_path, lora_rank=RANK, lora_alpha=RANK * SCALE, lora_dora=dora, **changes)
     trainer = make_trainer(config, Mesh(device=CPU))
     (chunk,) = trainer.model.chunks
     held = {name: p.spec.unpadded(p).detach().double() for name, p in chunk.by_name().items()}
@@ -71,7 +72,9 @@ def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
     assert learn.keys() == found.final.keys()
     names, heads = gpt2_names(2), config.model.num_attention_heads
     twin, data = twin_of(config).double(), RaggedData(8 * 6)
-    adamw = torch.optim.AdamW(learn.values(), betas=(0.9, 0.999), eps=1e-4, weight_decay=0.1)
+    apart = [{"params": [value for value in learn.values() if value.dim() == n], "weight_decay": 0.1 * (n == 2)}
+             for n in (2, 1)]  # fmt: skip
+    adamw = torch.optim.AdamW(apart[: 1 + dora], betas=(0.9, 0.999), eps=1e-4)
     losses, norms = [], []
     for step in range(6):
         state = {}
@@ -79,6 +82,8 @@ def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
             layer = ours.removesuffix(".weight")
             adapted = f"{layer}.lora_a.weight" in learn
             value = held[ours] + SCALE * product(learn, layer, heads) if adapted else held[ours]
+            if (lengths := learn.get(f"{layer}.lora_magnitude")) is not None:
+                value = value * (lengths / value.detach().norm(dim=1))[:, None]
             state[f"transformer.{theirs}"] = to_gpt2(ours, value, heads)
         adamw.zero_grad()
         loss = loss_of(partial(of_tokens, twin, state), data, step, 8)
@@ -95,9 +100,9 @@ def test_adapters_learn_as_in_plain_torch(tmp_path: Path) -> None:
     assert all(torch.equal(p.spec.unpadded(p).double(), held[n]) for n, p in chunk.by_name().items() if n not in learn)
 
 
-def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str | None) -> None:
+def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str | None, *, dora: bool = False) -> None:
     """A checkpoint of random adapters."""
-    lora = LoraConfig(lora_rank=RANK, lora_alpha=RANK * SCALE, lora_targets=targets)
+    lora = LoraConfig(lora_rank=RANK, lora_alpha=RANK * SCALE, lora_targets=targets, lora_dora=dora)
     context = BuildContext(device=CPU, streams=RandomStreams(0, CPU))
     stage = Stage(with_adapters(gpt_layers(model, context), lora, model, context))
     generator = torch.Generator().manual_seed(1)
@@ -109,6 +114,10 @@ def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str 
     for module in stage.modules():
         if isinstance(module, StackedColumns):  # rows of projections without an adapter stay as they began
             made[module.weight.spec.name] *= module.reads.any(1, keepdim=True)
+    for name in [name for name in made if name.endswith("magnitude")]:
+        lengths = weights(base)[name.replace("lora_magnitude", "weight")].norm(dim=1)
+        changes = made[name.replace("magnitude", "b.weight")].any(1)  # rows without an adapter stay
+        made[name] = torch.where(changes, lengths * (1 + made[name]), lengths)
     config = dataclasses.replace(
         whole_config(model, None), lora=lora, start=StartConfig(pretrained_checkpoint=str(base))
     )
@@ -129,7 +138,11 @@ def by_hand(model: Any, directory: Path) -> None:
         ends = [end for end in config["target_modules"] if name.endswith(f".{end}")]
         assert len(ends) == 1 and len(a) == config["rank_pattern"].get(ends[0], config["r"])
         added = b @ a * (config["alpha_pattern"].get(ends[0], config["lora_alpha"]) / len(a))
-        model.get_submodule(name).weight.data += added.t() if config["fan_in_fan_out"] else added
+        weight = model.get_submodule(name).weight.data
+        weight += added.t() if config["fan_in_fan_out"] else added
+        if config["use_dora"]:
+            rows = weight.t() if config["fan_in_fan_out"] else weight
+            rows *= (stored[key.replace("lora_A.weight", "lora_magnitude_vector")] / rows.norm(dim=1))[:, None]
 
 
 def tool(source: str, target: str, *words: object) -> None:
@@ -137,24 +150,26 @@ def tool(source: str, target: str, *words: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "targets", "dora"),
     [
-        ("llama3", "q_proj,v_proj,o_proj"),
-        ("gpt2", None),  # three of ours are one layer there
-        ("gpt2", "c_attn,fc2"),
-        ("phi3", None),
-        ("deepseek-v3", None),
-        pytest.param("bloom", "query_key_value,down_proj", marks=pytest.mark.slow),
-        pytest.param("gptj", None, marks=pytest.mark.slow),
+        ("llama3", "q_proj,v_proj,o_proj", False),
+        ("llama3", "q_proj,v_proj,o_proj,up_proj", True),
+        ("gpt2", None, False),  # three of ours are one layer there
+        ("gpt2", "c_attn,fc2", False),
+        ("phi3", None, False),
+        ("deepseek-v3", None, False),
+        pytest.param("gpt2", "q_proj,v_proj,down_proj", True, marks=pytest.mark.slow),
+        pytest.param("bloom", "query_key_value,down_proj", True, marks=pytest.mark.slow),
+        pytest.param("gptj", None, False, marks=pytest.mark.slow),
     ],
 )
-def test_adapters_are_written_read_and_merged(family: str, targets: str | None, tmp_path: Path) -> None:
+def test_adapters_are_written_read_and_merged(family: str, targets: str | None, dora: bool, tmp_path: Path) -> None:
     hf, base, ours, theirs, merged = (tmp_path / name for name in ("hf", "base", "ours", "theirs", "merged"))
     source: Any = make_model(family)
     source.save_pretrained(hf)
     to_megacore(hf, base)
     model = trained_model(read_manifest(base), base)
-    write_adapters(ours, base, model, targets)
+    write_adapters(ours, base, model, targets, dora=dora)
     tool("megacore", "peft", ours, "--output", theirs)
     tool("megacore", "megacore", ours, "--merge", "--output", merged)
     if family == "llama3":  # whose base may as well be of transformers
