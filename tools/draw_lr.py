@@ -43,14 +43,7 @@ _S = TypeVar("_S", bound=Section)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser(
-        prog="draw_lr.py",
-        description="Draw the learning rate over the steps of a run, and the weight decay and the momentum where they "
-        "change. All flags of pretrain_gpt.py are accepted (pretrain_gpt.py --help optimizer); RUN, the output "
-        "directory of a run, may come first.",
-        allow_abbrev=False,
-    )
-    parser.flag("-o --output FILE", ".svg, or .png with matplotlib. Default: a table in the terminal.", Path)
+    parser = ToolParser.of("draw_lr")
     words = with_config(sys.argv[1:] if argv is None else argv)
     known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
     own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])

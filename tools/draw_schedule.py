@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 
 from rich.console import Console
 
-from megacore.commands.tool import ToolParser, float_or_nan, positive, run_tool
+from megacore.commands.tool import ToolParser, float_or_nan, run_tool
 from megacore.config.parallel import V_SCHEDULES
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.terminal import LEAST_WIDTH, render
@@ -42,26 +42,7 @@ BELONGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser(
-        prog="draw_schedule.py",
-        description="Draw a pipeline schedule: one row per rank, one box per computation, numbered by microbatch. "
-        "Without -o it is drawn in the terminal.",
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", choices=SCHEDULES, help="draw a built-in schedule")
-    own = "your own schedule: one row per rank, one computation per cell (0F0, 0B0, 0I0, 0W0)"
-    source.add_argument("--csv", type=Path, metavar="FILE", help=own)
-    source.add_argument("run", nargs="?", type=Path, metavar="RUN", help="output directory of a run with --trace")
-    source.add_argument("--from-trace", type=Path, metavar="FILE", help="the same, by the path of its trace.json")
-    flag = parser.flag
-    flag("--pp P", "pipeline ranks", positive)
-    flag("--microbatches M", "microbatches per step", positive)
-    flag("--virtual-stages V", "stages per rank; --schedule interleaved needs it", positive)
-    costs = "times of forward, input gradient and weight gradient; a backward takes B + W. Default: 1,1,1."
-    flag("--costs F,B,W", costs, _costs)
-    flag("--transfer T", "time of a transfer from one rank to another. Default: 0.", _transfer)
-    flag("--step N", "which step of the trace to draw. Default: the last one.", positive)
-    flag("-o --output FILE", ".svg, or .png with matplotlib. Default: draw in the terminal.", Path)
+    parser = ToolParser.of("draw_schedule", SCHEDULES=SCHEDULES, costs=_costs, transfer=_transfer)
     return run_tool(parser, argv, _draw)
 
 

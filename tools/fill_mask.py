@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert
 from megacore.data.bert.masking import special_tokens
@@ -28,7 +28,7 @@ from megacore.remote import usable
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the likeliest tokens of each mask; the exit status is 0 done, 2 refused."""
-    return run_tool(_parser(), argv, _fill)
+    return run_tool(ToolParser.of("fill_mask"), argv, _fill)
 
 
 def _fill(args: Namespace) -> None:
@@ -58,16 +58,6 @@ def _fill(args: Namespace) -> None:
         for token, probability in predictions:
             # Special tokens have no text, and neither has white space: their spelling says which they are.
             print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
-    parser.add_run("--checkpoint")
-    parser.add_argument("text", metavar="TEXT", help="text with one or more [MASK]")
-    parser.flag("--tokenizer PATH", "tokenizer to use. Default: the one in the checkpoint.")
-    parser.flag("--top-k K", "predictions per mask", positive, 5)
-    parser.flag("--device DEVICE", "auto, cpu, cuda or another accelerator", default="auto")
-    return parser
 
 
 if __name__ == "__main__":

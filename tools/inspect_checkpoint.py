@@ -40,11 +40,7 @@ _MOST_SHOWN = 40  # tensors that differ
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
-    parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
-    where = "output directory of a run, or a step_NNNNNNNN directory"
-    parser.add_argument("checkpoint", nargs="?", metavar="RUN", help=where)
-    parser.flag("--verify", "compare every file with its SHA-256 and XXH3 checksums")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
+    parser = ToolParser.of("inspect_checkpoint")
     return run_tool(parser, argv, lambda args: EXIT_DIFFERENT if _inspect(parser, args) else 0)
 
 

@@ -22,12 +22,7 @@ from megacore.progress import Progress
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser(prog="merge_datasets.py", description="Concatenate .bin/.idx datasets, in the order given.")
-    files = "prefixes of the datasets to read: paths without .bin and .idx"
-    parser.flag("--input PREFIX", files, nargs="+", required=True)
-    written = "prefix of the dataset to write: a path without .bin and .idx"
-    parser.flag("--output-prefix PREFIX", written, required=True)
-    return run_tool(parser, argv, _merge)
+    return run_tool(ToolParser.of("merge_datasets"), argv, _merge)
 
 
 def _merge(args: Namespace) -> None:

@@ -25,9 +25,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 import torch
 from torch import Tensor
 
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, TrainingConfig
-from megacore.config.model import MUP_OPTIMIZERS
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import Microbatch
 from megacore.drawing.canvas import require_writable, save
@@ -43,18 +42,7 @@ QUANTITIES = ("hidden states", "logits")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser(
-        prog="mup_check.py",
-        description="Check that muP (--mup-base-width) makes the steps of hidden states and logits independent of the "
-        "width, and draw them over the width.",
-    )
-    widths = f"hidden sizes, multiples of {_HEAD}, two or more; the first is the base"
-    parser.flag("--widths N", widths, positive, [64, 128, 256, 512], nargs="+")
-    parser.flag("--steps N", "steps of each model", positive, 5)
-    parser.flag("--lr X", "learning rate at the base width", float, 0.01)
-    parser.add_argument("--optimizer", choices=MUP_OPTIMIZERS, default="adamw", help="the optimizer")
-    parser.flag("-o --output FILE", ".svg, or .png with matplotlib. Default: none.", Path)
-    return run_tool(parser, argv, _check)
+    return run_tool(ToolParser.of("mup_check", head=_HEAD), argv, _check)
 
 
 def _check(args: argparse.Namespace) -> None:

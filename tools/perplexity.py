@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
-from megacore.commands.tool import ToolParser, add_program, positive, run_tool
+from megacore.commands.tool import ToolParser, add_program, run_tool
 from megacore.data.indexed.corpus import check_files, read_chunks
 from megacore.data.indexed.documents import parse
 from megacore.data.indexed.reader import IndexedDataset, int64_tokens
@@ -32,7 +32,9 @@ Document = tuple[Sequence[int], int]  # tokens, bytes of text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the perplexity; the exit status is 0 done, 2 refused."""
-    return run_tool(_parser(), argv, _measure)
+    parser = ToolParser.of("perplexity")
+    add_program(parser)
+    return run_tool(parser, argv, _measure)
 
 
 def _measure(args: Namespace) -> None:
@@ -122,31 +124,6 @@ def _stored(dataset: IndexedDataset, tokenizer: Tokenizer, vocab_size: int) -> I
         start, stop = dataset.document_start(number), dataset.document_start(number + 1)
         tokens = int64_tokens(dataset, start, stop, vocab_size).tolist()
         yield tokens, len(tokenizer.decode(tokens).encode())
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(
-        prog="perplexity.py", description="Perplexity and bits per byte of texts under a checkpoint of any layout."
-    )
-    parser.add_run("--checkpoint")
-    flag = parser.flag
-    texts = "texts: JSON lines (.jsonl, .json), Parquet or plain text, also .gz and .zst"
-    flag("--input FILE", texts, nargs="+", default=[])
-    flag("--data-path PREFIX", "dataset of tools/preprocess_data.py, instead of --input")
-    flag("--text-key KEY", "key of the text in JSON lines", default="text")
-    units = ("line", "paragraph", "file")
-    flag("--text-unit", "what a document is in plain text", choices=units, default="file")
-    flag("--tokenizer PATH", "tokenizer to use. Default: the one in the checkpoint.")
-    first = "token before each document, which is not predicted. Default: auto, bos if the tokenizer has one, else eod."
-    flag("--prefix", first, choices=("auto", "bos", "eod", "none"), default="auto")
-    flag("--context N", "tokens that the model reads at once. Default: its positions.", positive)
-    flag("--stride N", "tokens between two windows of a long document. Default: half of the context.", positive)
-    flag("--batch-size N", "windows computed at once", positive, 8)
-    flag("--per-document FILE", "also write a line of JSON for each document")
-    flag("--json", "print one line of JSON instead of text")
-    flag("--device DEVICE", "auto, cpu, cuda or another accelerator", default="auto")
-    add_program(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.data.indexed.corpus import TextUnit, check_files, is_json
 from megacore.data.indexed.preprocess import Job, Report, preprocess
-from megacore.data.tokenizers.chat_template import ChatTemplate, load_template
+from megacore.data.tokenizers.chat_template import load_template
 from megacore.data.tokenizers.fast_bpe import FastEncoder, fast_encoder
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import ConfigError
@@ -34,51 +34,8 @@ _SHOWN = 20  # bad lines that are shown; all are counted
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused, 1 failed."""
-    return run_tool(_parser(), argv, _preprocess)
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(prog="preprocess_data.py", description="Tokenize text files into a .bin/.idx dataset.")
-    flag = parser.flag
-    files = ".jsonl or plain text, also .gz and .zst, or .parquet (pip install pyarrow)"
-    flag("--input FILE", files, nargs="+", required=True)
-    flag(
-        "--tokenizer --tokenizer-model --vocab-file PATH",
-        "a tokenizer.json or a directory with one, a SentencePiece .model, GPT-2's vocab.json or BERT's vocab.txt",
-        required=True,
-    )
-    merges = "GPT-2's merges.txt, where --tokenizer is its vocab.json. Default: the file of that name beside it."
-    flag("--merge-file FILE", merges)
-    flag("--output-prefix P", "prefix of the files to write: P_text_document.bin, .idx and .json", required=True)
-    keys = "keys of the .jsonl objects, or columns of .parquet files; each has its own output"
-    flag("--json-keys KEY", keys, nargs="+", default=["text"])
-    flag("--append-eod", "end every document with the end-of-document token")
-    flag("--split-sentences", "make each sentence a sequence, for BERT's sentence pairs: writes P_text_sentence")
-    flag("--text-unit", "what is a document in plain text. Default: line.", choices=get_args(TextUnit))
-    flag("--workers N", "processes that tokenize. Default: one per core.", worker_count, available_cores())
-    flag(
-        "--encoder",
-        "encoder of byte-level BPE. tiktoken: faster (pip install tiktoken), if it gives the same ids. auto: "
-        "tiktoken for inputs of 16 MB or more, if possible",
-        choices=("auto", "tiktoken", "tokenizers"),
-        default="auto",
-    )
-    flag("--deduplicate", "drop a document whose texts equal those of an earlier one")
-    flag("--strict", "refuse the input at its first bad line")
-    flag(
-        "--sft",
-        "read conversations: .jsonl lines with messages (a list of role and content), or with prompt and "
-        "completion. Only the assistant's replies are predicted. Writes P_sft_document and its loss mask, "
-        "P_sft_document_loss_mask",
-    )
-    flag(
-        "--chat-template",
-        "how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
-        "transformers. plain: <|role|> on a line, then the content. auto: tokenizer if there is one, else plain",
-        choices=get_args(ChatTemplate),
-        default="auto",
-    )
-    return parser
+    named: dict[str, Any] = {"TextUnit": get_args(TextUnit), "worker_count": worker_count, "cores": available_cores()}
+    return run_tool(ToolParser.of("preprocess_data", **named), argv, _preprocess)
 
 
 def worker_count(text: str) -> int:

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare check
 
 from megacore import has_ring
 from megacore.commands.plan import ENTRIES
-from megacore.commands.tool import EXIT_FAILED, ToolParser, positive, run_tool
+from megacore.commands.tool import EXIT_FAILED, ToolParser, run_tool
 from megacore.errors import UserError
 from megacore.train.starting import REHEARSAL
 from megacore.verify.rehearse import BEHIND, PROCESSES
@@ -48,21 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--in-place-of"]:
         return _in_place_of(words[1], words[2:])
-    parser = ToolParser(
-        prog="rehearse.py",
-        usage="rehearse.py [--processes N] COMMAND ...",
-        description="Run a launch script of many nodes on this machine: what it starts is cut to a few processes, and "
-        "takes a few steps. See docs/guides/coming-from-megatron.md.",
-    )
-    parser.flag("--processes N", "start at most N processes at a time", positive, PROCESSES)
-    parser.flag(
-        "--failures N",
-        "run the command as it is, with --survive: kill and stop ranks at random N times, and print what a "
-        "failure costs. See docs/guides/failures.md.",
-        positive,
-    )
-    script = "launch script, as in bash train.sh"
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help=script)
+    parser = ToolParser.of("rehearse", PROCESSES=PROCESSES)
     return run_tool(parser, words, _run)
 
 

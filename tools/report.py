@@ -25,10 +25,7 @@ from megacore.observe.report.page import page, verdict_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 1 the page cannot be written, 2 refused."""
-    parser = ToolParser(prog="report.py", description="Write the report of a run as one HTML page.")
-    parser.add_run(help="output directory of the run")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write. Default: RUN/report.html.")
-    return run_tool(parser, argv, _report)
+    return run_tool(ToolParser.of("report"), argv, _report)
 
 
 def _report(args: argparse.Namespace) -> None:

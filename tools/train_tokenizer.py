@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
@@ -29,7 +29,8 @@ LARGEST_VOCABULARY = 10_000_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    return run_tool(_parser(), argv, _train)
+    named: dict[str, Any] = {"TextUnit": get_args(TextUnit), "TokenizerKind": get_args(TokenizerKind)}
+    return run_tool(ToolParser.of("train_tokenizer", vocabulary_size=vocabulary_size, **named), argv, _train)
 
 
 def vocabulary_size(text: str) -> int:
@@ -38,20 +39,6 @@ def vocabulary_size(text: str) -> int:
     if size > LARGEST_VOCABULARY:
         raise ArgumentTypeError(f"{size} is more tokens than any text has: use at most {LARGEST_VOCABULARY}")
     return size
-
-
-def _parser() -> ToolParser:
-    parser = ToolParser(prog="train_tokenizer.py", description="Train a tokenizer on text files.")
-    flag = parser.flag
-    flag("--input FILE", ".jsonl or plain text, also .gz and .zst", nargs="+", required=True)
-    flag("--model", "kind of tokenizer; bpe is byte-level", choices=get_args(TokenizerKind), default="bpe")
-    flag("--vocab-size N", "largest vocabulary, with special tokens", vocabulary_size, required=True)
-    flag("--output DIR", "directory to write; created if it does not exist", required=True)
-    flag("--json-keys KEY", "keys of the .jsonl objects", nargs="+", default=["text"])
-    flag("--text-unit", "what is a document in plain text", choices=get_args(TextUnit), default="line")
-    flag("--lowercase", "ignore case and accents (only --model wordpiece)")
-    flag("--overwrite", "replace a tokenizer of the same kind in --output")
-    return parser
 
 
 def _train(args: Namespace) -> None:

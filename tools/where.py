@@ -21,10 +21,7 @@ from megacore.watch.report import table
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit status."""
-    parser = ToolParser(prog="where.py", description="Print what the ranks of a running job on this machine do now.")
-    parser.add_argument("output_dir", nargs="?", metavar="RUN", help="output directory of the job")
-    parser.add_argument("--pid", "--where", dest="pid", type=int, help="process id of one of its ranks")
-    return run_tool(parser, argv, _print)
+    return run_tool(ToolParser.of("where"), argv, _print)
 
 
 def _print(args: Namespace) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore.checkpoint.download import local_checkpoint
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY
 from megacore.checkpoint.manifest import base_of, find_checkpoint, merging, read_manifest
-from megacore.commands.tool import ToolParser, add_program, local_path, positive
+from megacore.commands.tool import ToolParser, add_program
 from megacore.config.messages import one_of
 from megacore.convert.as_hf import Source, export_dcp, read_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare, compare_adapted, compare_checkpoints, not_crossed
@@ -45,64 +45,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 
 def parser() -> ToolParser:
     """The flags."""
-    made = ToolParser(
-        prog="convert_checkpoint.py",
-        description="Convert checkpoints between Hugging Face transformers, torch.distributed.checkpoint, Megatron-LM "
-        "and megacore, and from DeepSpeed; turn dense checkpoints into mixtures of experts.",
-    )
-    flag = made.flag
-    flag(
-        "--from",
-        "format of the input. megatron: Megatron-LM's torch format or torch_dist. dcp: "
-        "torch.distributed.checkpoint. peft: adapters",
-        dest="source",
-        required=True,
-        choices=("hf", "megacore", "megatron", "torch_dist", "deepspeed", "dcp", "peft"),
-    )
-    formats = ("hf", "megacore", "dcp", "peft", *_OF_MEGATRON)
-    flag("--to", "format of the output", dest="target", required=True, choices=formats)
-    made.add_run("--input", help="run or directory to read; with --from megacore also a URL")
-    flag("--output DIR", "the directory to create; it must not exist", local_path, required=True)
-    flag("--max-shard-size SIZE", "largest weight file, such as 500MB. Default: 5GB.", size, size("5GB"))
-    flag("--dtype", "number format of the exported weights", choices=("keep", *DTYPES), default="keep")
-    flag(
-        "--vocab-size N",
-        "vocabulary without padding, for --from megatron, torch_dist and deepspeed. Default: "
-        "the size in the checkpoint's args, else the padded size.",
-        positive,
-    )
-    flag("--ignore-config-field NAME[,NAME]", "fields of the input's config.json to leave out, for --from hf")
-    flag(
-        "--upcycle E",
-        "turns a dense checkpoint into a mixture of E copies of the feed-forward layer, with "
-        "--from megacore --to megacore",
-        positive,
-    )
-    flag("--moe-router-topk K", "experts that each token of this mixture uses. Default: 2.", positive)
-    flag(
-        "--merge",
-        "adds adapters of --lora-rank to the weights that they were trained beside, with --from megacore --to megacore",
-    )
-    flag(
-        "--base DIR",
-        "checkpoint that adapters belong to, for --from peft, and for --merge, where it may be of transformers. "
-        "Default: where their run found it.",
-        local_path,
-    )
-    like = "take config.json and tokenizer from this directory: for an export, and for --from dcp and deepspeed"
-    flag("--like DIR", like, local_path)
-    flag("--ema", "export the moving average of the weights (--ema-decay of the run), with --from megacore")
-    flag("--dcp-names", "tensor names of --to dcp. Default: torchtitan.", choices=("torchtitan", "hf"))
-    flag("--tp N", "tensor-parallel ranks, for --to megatron. Default: 1.", positive)
-    flag("--pp N", "pipeline ranks, for --to megatron. Default: 1.", positive)
-    flag(
-        "--megatron-norms",
-        "names of norms with --to megatron. fused: as with --transformer-impl "
-        "transformer_engine. apart: as with local. Default: fused.",
-        choices=("fused", "apart"),
-    )
-    flag("--check-tokens FILE", "text on which the models are compared. Default: a built-in text.", local_path)
-    flag("--tolerance X", "largest relative difference of logits. Default: 1e-4.", tolerance, 1e-4)
+    made = ToolParser.of("convert_checkpoint", size=size)
     add_program(made)
     return made
 
@@ -399,11 +342,3 @@ def size(text: str) -> int:
     if match is None or match[2] not in _UNITS or int(match[1]) < 1:
         raise ArgumentTypeError(f"{text!r} is no size: use, for example, 500MB or 5GB")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def tolerance(text: str) -> float:
-    """A number above 0 and at most 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return value

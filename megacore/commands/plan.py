@@ -24,20 +24,18 @@ from megacore.commands.plan_parser import (
     PlanParser,
     dashed,
     entry_of,
+    gigabytes,
     idle_flags,
     named_entry,
-    price,
     print_json,
-    share,
     take_misspelled,
-    tokens,
 )
 from megacore.commands.plan_search import (
     MOST_RANKS,
     OF_DEGREES,
     OF_ONE_LAYOUT,
     SEARCHED,
-    add_search_flags,
+    add_limits,
     lacks_recompute,
     require_possible_limits,
     run_search,
@@ -45,7 +43,7 @@ from megacore.commands.plan_search import (
     wrong_given,
     wrong_limits,
 )
-from megacore.commands.tool import positive, run_tool, with_config
+from megacore.commands.tool import rows_of, run_tool, with_config
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import given_values, parse_config
@@ -100,11 +98,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         given = [entry_of(given[1]), *given]
     named = named_entry(given)
     parser = _parser("plan.py", f"plan.py {named} --cluster NAME [flags of {Path(named).name}]")
-    parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point: {one_of(ENTRIES)}")
-    parser.flag("--calibrate RUN", "fit a cluster file to the run with this output directory", Path)
-    fit = "fit the cluster and the trainer to measured steps, and plan with them: columns are flags, and seconds"
-    parser.flag("--fit ROWS.csv", fit, Path)
-    parser.flag("--fit-out FILE.toml", "write what --fit found to a cluster file, for --cluster", Path)
+    parser.add_rows(rows_of("plan.py"), entries=one_of(ENTRIES))
     if has_ladder:
         parser.flag(f"{_BUDGET} BUDGET", 'propose a run, as for "8 h on 8 x h100"')
     parser.set_defaults(help_of=parser.prog, own_flags=parser.names())
@@ -138,15 +132,8 @@ def plan_run(argv: Sequence[str], entry: str) -> int:
 
 
 def _full_parser(entry: str) -> PlanParser:
-    parser = PlanParser(
-        prog=f"{entry} --dry-run=full",
-        usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
-        description="Build every kind of rank of a job and run train steps of it, on tensors that have shapes, types "
-        "and devices but no values. This needs no other rank, no GPU and no memory for the model. All other flags are "
-        "those of the entry point. See docs/guides/planner.md.",
-        allow_abbrev=False,
-    )
-    _add_common_flags(parser)
+    usage = f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]"
+    parser = PlanParser.of("dry_run_full", prog=f"{entry} --dry-run=full", usage=usage, clusters=", ".join(CLUSTERS))
     parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
@@ -154,48 +141,10 @@ def _full_parser(entry: str) -> PlanParser:
     return parser
 
 
-_WORLD_SIZE = (
-    "number of ranks. Default: --tp x --cp x --pp x --dp; for --dry-run under a launcher, its WORLD_SIZE if the "
-    "degrees divide it"
-)
-
-
-def _add_common_flags(parser: PlanParser) -> None:
-    parser.flag("--cluster NAME", f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    parser.flag("--world-size N", _WORLD_SIZE, positive)
-    parser.flag("--json", "print JSON instead of a report")
-
-
 def _parser(prog: str, usage: str) -> PlanParser:
-    parser = PlanParser(
-        prog=prog,
-        usage=usage,
-        description="Predict what a training run needs before you pay for it: memory of every rank, step time, bytes "
-        "sent, days and price. All other flags are those of the entry point: see its --help. Guide: "
-        "docs/guides/planner.md.",
-        allow_abbrev=False,
-    )
-    _add_common_flags(parser)
-    flag = parser.flag
-    known = one_of(list(SOFTWARE))
-    flag("--software NAME", f"predict the step time of this trainer: {known}. Default: {MEGACORE.name}")
-    flag("--tokens N", "also print days and price of N tokens, as in 300e9", tokens)
-    goodput = "share of the time without failures, restarts and checkpoints. Default: 0.9"
-    flag("--goodput SHARE", goodput, share, 0.9)
-    flag("--price-per-hour USD", "price per device and hour. Default: that of the cluster", price)
-    flag("--estimate", "estimate memory at once, within a few percent, instead of tracing a step")
-    flag("--timeline FILE", "draw the pipeline over time (.svg or .png)", Path)
-    flag("--memory-timeline FILE", "draw the memory of every rank over a step (.svg or .png)", Path)
-    flag("--operators", "print the time of every operator of a step, by a roofline; without pipelines")
-    flag(
-        "--compare FLAGS",
-        "compare layouts of the run, each with its flags in place of the run's: --compare "
-        '"--tp 8" "--cp 8". One alone is compared with the run. A layout may have --cluster '
-        "and --software",
-        nargs="+",
-        action="extend",
-    )
-    add_search_flags(parser)
+    known = {"clusters": ", ".join(CLUSTERS), "software": one_of(list(SOFTWARE)), "gigabytes": gigabytes}
+    parser = PlanParser.of("plan", prog=prog, usage=usage, **known)
+    add_limits(parser)
     parser.set_defaults(is_dry_run=False, is_full=False, fitted={})
     return parser
 

@@ -201,29 +201,8 @@ def entry_of(config: str) -> str:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def tokens(text: str) -> float:
-    """Of argparse: a number of tokens."""
-    return _number(text, low=1.0, high=1e18, example="300e9")
-
-
-def price(text: str) -> float:
-    """Of argparse: USD."""
-    return _number(text, low=0.0, high=1e6, example="2.5")
-
-
 def gigabytes(text: str) -> float:
     """Of argparse: 10^9 bytes."""
     if not 0 < (value := float_or_nan(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0, as in 80")
-    return value
-
-
-def share(text: str) -> float:
-    """Of argparse: a part of 1."""
-    return _number(text, low=0.01, high=1.0, example="0.9")
-
-
-def _number(text: str, *, low: float, high: float, example: str) -> float:
-    if not low <= (value := float_or_nan(text)) <= high:
-        raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
     return value

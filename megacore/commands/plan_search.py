@@ -9,12 +9,10 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megacore.commands.pictures import report_with_pictures
-from megacore.commands.plan_parser import PlanParser, gigabytes, print_json
-from megacore.commands.tool import positive, whole
+from megacore.commands.plan_parser import PlanParser, print_json
 from megacore.config import Config, ParallelConfig, ResolvedConfig
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors
@@ -50,18 +48,14 @@ _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 _LIMITS = {"max": operator.le, "min": operator.ge}
 
 
-def add_search_flags(parser: PlanParser) -> None:
-    """Flags of a search."""
-    flag = parser.flag
-    flag("--search", "compare all layouts of --world-size ranks")
-    flag("--top N", "layouts that --search prints. Default: 10", positive, 10)
-    flag("--picture FILE", "draw time and memory of these layouts (.svg or .png)", Path)
+def add_limits(parser: PlanParser) -> None:
+    """The limits of a search."""
     for name in _MOST:
-        flag(f"--max-{name} N", f"--search: largest --{name}", whole(0, 3) if name == "zero-stage" else positive)
+        parser.flag(
+            f"--max-{name} N", f"--search: largest --{name}", "whole 0 3" if name == "zero-stage" else "whole 1"
+        )
         if name in _LEAST:
-            flag(f"--min-{name} N", f"--search: smallest --{name}", positive)
-    memory = "--search: largest memory per rank in 10^9 bytes. Default: 97 %% of the device's"
-    flag("--max-memory-gb GB", memory, gigabytes)
+            parser.flag(f"--min-{name} N", f"--search: smallest --{name}", "whole 1")
 
 
 def wrong_given(args: argparse.Namespace, given: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import io
 import itertools
 import math
@@ -13,11 +14,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 from megacore.config.cli import GRACE_SECONDS, refusal
 from megacore.config.fields import LARGEST_INT
@@ -37,9 +39,6 @@ _NO_ROOM = {
     errno.EDQUOT: _MORE_ROOM,
     errno.EFBIG: "raise the largest size of a file (ulimit -f), or give an output path on a file system that allows it",
 }
-
-
-RUN_HELP = "output directory of a run (its newest checkpoint), or a step_NNNNNNNN directory"
 
 
 class _Refusal(Exception):
@@ -67,40 +66,64 @@ class ToolParser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
     flags that are given twice with different values."""
 
-    run_flag: str | None = None  # older name of the positional argument of `add_run`
+    run_flag: str | None = None  # `older` of a flag
 
-    def add_run(self, flag: str | None = None, *, help: str = RUN_HELP) -> None:
-        """Add the positional argument RUN, which is how every tool is told what it works on; call it before other
-        positional arguments are added. `flag`: an older name, which is still accepted with a value."""
-        self.add_argument("run", metavar="RUN", help=help)
-        self.run_flag = flag
+    @classmethod
+    def of(cls, name: str, *, prog: str | None = None, usage: str | None = None, **named: Any) -> Self:
+        """The parser of a table of flags.toml. `named`: what its rows have by name, types, choices and defaults, and
+        parts of its help."""
+        table = {"usage": usage, **_tables()[name]}
+        flags, after = table.pop("flags"), table.pop("after", None)
+        made = cls(prog=prog or f"{name}.py", **table)
+        made.add_rows({**(rows_of(after) if after else {}), **flags}, **named)
+        return made
+
+    def add_rows(self, rows: Mapping[str, Any], **named: Any) -> None:
+        """Add flags as flags.toml has them; `named` as for `of`."""
+        for words, row in rows.items():
+            settings = {"help": row} if isinstance(row, str) else dict(row)
+            settings |= {key: named[value] for key, value in settings.items() if str(value) in named}
+            self.flag(words, settings.pop("help").format(**named), **settings)
 
     def flag(
-        self, words: str, help: str, kind: Callable[[str], Any] | None = None, default: Any = None, **more: Any
+        self,
+        words: str,
+        help: str,
+        type: Callable[[str], Any] | str | None = None,
+        default: Any = None,
+        older: str | None = None,
+        is_alternative: bool = False,
+        **more: Any,
     ) -> None:
         """Add a flag whose help ends with its default.
 
         Args:
             words: names and metavar, as in "-o --output FILE"; with names alone and without choices it is a switch.
             help: what it does. Where the default is no value, the help says it.
-            kind: makes a value of a word, or raises ArgumentTypeError.
+            type: makes a value of a word, or raises ArgumentTypeError; or its name in flags.toml.
             default: its value where it is not given.
+            older: a flag with a value that is accepted for it, where it is RUN, the first positional argument.
+            is_alternative: one of all flags that are is given.
             more: for `add_argument`.
         """
-        names = [word for word in words.split() if word.startswith("-")]
-        if metavar := " ".join(words.split()[len(names) :]):
-            more["metavar"] = metavar
+        names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
+        self.run_flag = older or self.run_flag
+        if metavar := words.split()[len(names) :]:
+            more["metavar"] = tuple(metavar) if len(metavar) > 1 else metavar[0]
         elif "choices" not in more:
             more["action"] = "store_true"
-        if kind is not None:
-            more["type"] = kind
+        if type is not None:
+            more["type"] = _type(type) if isinstance(type, str) else type
         if default is not None:
             more["default"] = default
             if "Default:" not in help and default != []:
                 values = default if isinstance(default, list) else [default]
                 shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
                 help = f"{help.rstrip('.')}. Default: {shown}.".removeprefix(". ")
-        self.add_argument(*names, help=help, **more)
+        to: Any = self
+        if is_alternative:
+            to = (self._mutually_exclusive_groups or [self.add_mutually_exclusive_group(required=True)])[0]
+        to.add_argument(*names, help=help, **more)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -269,6 +292,39 @@ def _range(least: int, most: int) -> str:
 
 positive = whole(1)
 """An integer of at least 1, for argparse."""
+
+
+def _type(name: str) -> Callable[[str], Any]:
+    """A type of flags.toml."""
+    kind, *bounds = name.split()
+    if kind == "whole":
+        return whole(*map(int, bounds))
+    if kind == "number":
+        return number(*bounds)
+    types: Mapping[str, Callable[[str], Any]] = {"path": Path, "local_path": local_path, "float": float}
+    return types[kind]
+
+
+def number(low: str, high: str, example: str) -> Callable[[str], float]:
+    """A type for argparse: the numbers between two, as the text of a number has them."""
+
+    def parsed(text: str) -> float:
+        if not float(low) <= (value := float_or_nan(text)) <= float(high):
+            raise argparse.ArgumentTypeError(f"{text} must be a number from {low} to {high}, as in {example}")
+        return value
+
+    return parsed
+
+
+@functools.cache
+def _tables() -> Mapping[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+
+
+def rows_of(table: str) -> Mapping[str, Any]:
+    """The flags of a table of flags.toml."""
+    rows: Mapping[str, Any] = _tables()[table]["flags"]
+    return rows
 
 
 def float_or_nan(text: str) -> float:

@@ -12,7 +12,7 @@ from megacore.config.data import FILL_IN_FIELDS
 from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
-from megacore.config.rules import OUT, Excludes, Needs, Rule, Settings
+from megacore.config.rules import Needs, Rule, Settings, rows
 from megacore.config.schema import Config, ResolvedConfig, with_registered
 
 _WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
@@ -48,21 +48,7 @@ _CLASSIC, _MODERN = Needs(bert_style=("classic",)), Needs(bert_style=("modern",)
 class BertSection(Section):
     """BERT's style, its prediction tasks and its masking."""
 
-    rules: ClassVar[Sequence[Rule]] = (
-        Excludes(
-            "bert_style=classic num_token_types=1 sentence_task!=none",
-            "{1} does not tell the segments of {2} apart",
-            "use --num-token-types 2, or --sentence-task none",
-        ),
-        *(
-            Excludes(
-                f"sentence_task={task} bert_style=modern",
-                "{0} needs pairs of segments, which {1} does not have",
-                "leave it out, or use --bert-style classic",
-            )
-            for task in ("nsp", "sop")
-        ),
-    )
+    rules: ClassVar[Sequence[Rule]] = (*rows("bert"),)
 
     bert_style: Literal["classic", "modern"] = "classic"
     """Architecture. classic: the original BERT, with sentence pairs. modern: ModernBERT, with rotary positions, GeGLU,
@@ -127,30 +113,14 @@ def _shortest_sample(c: Settings) -> Iterator[str]:
         )
 
 
-def _positions(c: Settings) -> Iterator[str]:
-    """That positions are those of the style."""
-    positions = "rope" if c.bert_style == "modern" else "learned"
-    if c.position_embedding_type != positions:
-        given = f"{c.given('position_embedding_type')} is not available with {c.given('bert_style')}"
-        yield f"{given}: use {positions}, or leave it out"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(Config):
     """Everything that defines a run of pretrain_bert.py."""
 
     bert: BertSection = field(default_factory=BertSection)
     rules: ClassVar[Sequence[Rule]] = (
-        Excludes("whole_word_masking mock_data", "{0} has no effect with {1}, which has no words", OUT),
+        *rows("pretrain_bert"),
         _shortest_sample,
-        Excludes(
-            "cp_comm=ring cp",
-            "{0} is not possible with pretrain_bert.py, because a ring computes causal attention only",
-            "use --cp-comm allgather or ulysses",
-            "leave it out",
-        ),
-        _positions,
-        Excludes("window_size bert_style=classic", "{0} has no effect with {1}", OUT, "use --bert-style modern"),
     )
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {

@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
-from megacore.config.fields import LARGEST_INT
 from megacore.config.flags import field_of_optimizer
 from megacore.config.fp8 import FP8_RULES
 from megacore.config.lora import LORA_RULES
-from megacore.config.messages import counted, divisors, number, one_of
-from megacore.config.model import MUP_OPTIMIZERS
+from megacore.config.messages import counted, divisors, number
 from megacore.config.optimizers import OPTIMIZERS, sections_read
-from megacore.config.parallel import V_SCHEDULES
 from megacore.config.pipeline_layout import parse_layout
-from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, divisors_of, message, multiples_of, up_to
+from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, divisors_of, multiples_of, up_to
 from megacore.config.rampup import ramp_problems
 from megacore.config.reproducible import REPRODUCIBLE_RULES
-from megacore.config.rules import FURTHER, OUT, AtMost, Divides, Excludes, Out, Rule, Settings, larger, use
+from megacore.config.rules import FURTHER, AtMost, Divides, Rule, Settings, larger, rows, use
 from megacore.config.schema import DECIDE_SEQUENCES, Config, sections_of
 from megacore.config.spelling import OWNERS, PARAMETERS, flag, flag_and_value
 
@@ -182,28 +179,6 @@ def _stages(c: Settings) -> Iterator[str]:
         )
 
 
-def _recomputed(c: Settings) -> Iterator[str]:
-    recomputed, layers = c.recompute_num_layers, c.num_layers
-    if recomputed is None or recomputed <= layers:
-        return
-    most = {"recompute": "full", "recompute_num_layers": layers}  # of which the first may be another problem
-    yield Problem(
-        f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}",
-        up_to("recompute_num_layers", recomputed, layers)
-        if c.recompute == "full"
-        else Change(f"--recompute full --recompute-num-layers {layers}", most),
-        c.without("recompute_num_layers"),
-    )
-
-
-def _distributed_inputs(c: Settings) -> Iterator[str]:
-    """The tp ranks divide the inputs of blocks, which nothing else divides."""
-    tp, hidden = c.tp, c.hidden_size
-    if c.distribute_saved_activations and not c.sequence_parallel and hidden % tp:
-        said = f"--distribute-saved-activations divides --hidden-size {hidden} over --tp {tp}"
-        yield Problem(said, divisors_of("tp", tp, hidden))
-
-
 def _whole_matrices(c: Settings) -> Iterator[str]:
     c.read("optimizer")
     if c.tp > 1:
@@ -219,50 +194,24 @@ def _whole_matrices(c: Settings) -> Iterator[str]:
 LAYOUT_RULES: Sequence[Rule] = (
     _processes,
     _shards,
-    Excludes("zero_shard_size num_experts", "{0} is not possible with {1}, whose experts have other replicas", OUT),
+    *rows("layout"),
     Divides("tp", "num_attention_heads", multiple=False),
     Divides("tp", "linear_num_key_heads", when=("has_linear=True",)),
     _groups,
     _convolved,
     _ffn,
     _sequence_split,
-    Excludes(
-        "attention_dropout cp!=1 reproducible=False",  # whose masks belong to blocks of heads
-        "{0} is not possible with {1}, because its ranks would draw other masks than one process",
-        Change("--attention-dropout 0 (--hidden-dropout works)", {"attention_dropout": 0.0}),
-        use("reproducible", True),
-        Values(name="cp", among=[1], near=2),
-    ),
     _heads_of_context,
-    Excludes(
-        "attention=fused-softmax cp!=1 reproducible=False",  # which computes whole sequences
-        "{0} is not possible with {1}, because it needs all keys of a row at once",
-        use("attention", "sdpa"),
-        Values(name="cp", among=[1], near=2),
-    ),
     AtMost("pp", "num_layers", when=("pipeline_layout=None",), use=("more",)),
     _stages,
-    _recomputed,
-    *(
-        Excludes(
-            f"schedule={name} recompute=full schedule_csv=None",
-            "{0} splits backward, for which {1} would compute a block again for each of its operators",
-            use("recompute", "light"),
-            Change("--schedule interleaved --virtual-stages 2", {"schedule": "interleaved", "virtual_stages": 2}),
-        )
-        for name in V_SCHEDULES
+    AtMost("recompute_num_layers", "num_layers", use=("out",)),
+    Divides(
+        "tp",
+        "hidden_size",
+        multiple=False,
+        why=" with --distribute-saved-activations",
+        when=("distribute_saved_activations", "sequence_parallel!=True"),
     ),
-    Excludes(
-        "distribute_saved_activations tp=1",
-        "{0} has no effect with {1}",
-        OUT,
-        Values(name="tp", among=range(2, 34), near=1, bound="or more"),
-    ),
-    Excludes(
-        "distribute_saved_activations sequence_parallel=True tp!=1",
-        "{0} has no effect with {1}, which divides the inputs anyway",
-    ),
-    _distributed_inputs,
     _whole_matrices,
 )
 
@@ -273,8 +222,6 @@ def _expert_ranks(c: Settings) -> Iterator[str]:
     """The ranks of a stage form blocks of --ep x --etp."""
     experts, tp, ep, etp = c.num_experts, c.tp, c.ep, c.expert_split
     if experts is None:
-        if ep != 1:
-            yield f"--ep {ep} has no effect without experts: leave it out, or use --num-experts"
         return
     if etp not in (1, tp):
         yield Problem(
@@ -336,16 +283,7 @@ EXPERT_RULES: Sequence[Rule] = (
         use=("leave --num-experts and --moe-layer-freq first-dense-layers out",),
         when=("num_experts",),
     ),
-    Excludes(
-        "num_experts disable_bias_linear=False",
-        "--num-experts needs --disable-bias-linear, because experts have no biases",
-        "add it (--disable-bias-linear keep-qkv keeps those of queries, keys and values)",
-    ),
-    Excludes(
-        "moe_router_enable_expert_bias compile recompute=full",
-        "{1} with {2} is not available with {0}, because compiled code keeps other tensors in its second pass",
-        "use --recompute light, leave --compile out, or use --moe-aux-loss-coeff for {0}",
-    ),
+    *rows("of_experts"),
 )
 
 # ---- batch -----------------------------------------------------------------------------------------------------------
@@ -406,17 +344,8 @@ def _gradient_noise(c: Settings) -> Iterator[str]:
 BATCH_RULES: Sequence[Rule] = (
     _batch,
     _ramp,
-    Excludes(
-        "rampup_batch_size schedule_csv",
-        "--rampup-batch-size is not possible with {1}, which is a schedule of one number of microbatches",
-    ),
+    *rows("batch"),
     _gradient_noise,
-    Excludes("gradient_noise_interval trace", "{0} adds a pass to steps that {1} records"),
-    Excludes(
-        "gradient_noise_interval schedule_csv",
-        "{0} is not possible with {1}, which has one number of microbatches",
-        OUT,
-    ),
 )
 
 # ---- number of steps -------------------------------------------------------------------------------------------------
@@ -502,28 +431,9 @@ def _idle_guard(c: Settings) -> Iterator[str]:
         )
 
 
-def _freeze_step(c: Settings) -> Iterator[str]:
-    """The warm-up of a 1-bit optimizer ends before the run."""
-    c.read("optimizer")
-    if c.config.optimizer_settings.momentum_format is None:
-        return
-    freeze, last = c.onebit_freeze_step, c.train_iters
-    if freeze is None and last == LARGEST_INT:  # an engine
-        yield (
-            f"--optimizer {c.optimizer} needs --optimizer freeze-step where the length of the run is not known: use "
-            "--optimizer freeze-step=1000"
-        )
-    if freeze is not None and freeze >= last:
-        way = f"use {last - 1} or less, or a larger --train-iters" if last > 1 else "use a larger --train-iters"
-        yield (
-            f"--optimizer freeze-step={freeze} must be below --train-iters {last}, because nothing would be "
-            f"compressed: {way}"
-        )
-
-
 DURATION_RULES: Sequence[Rule] = (
     _schedule,
-    Excludes("lr_range_test load load!=auto", "{0} begins with the first step, but {1} continues", OUT),
+    *rows("steps"),
     _range_test,
     _traced,
     _profiled,
@@ -534,17 +444,6 @@ DURATION_RULES: Sequence[Rule] = (
         why=", because only saves would be checked",
         use=("out",),
         when=("check_replicas_interval",),
-    ),
-    Excludes(
-        "on_spike=rollback save_interval=None",
-        "{0} needs checkpoints to return to",
-        Change("--save-interval, for example with 100", {"save_interval": 100}),
-        Change("--on-spike skip", {"on_spike": "skip"}),
-    ),
-    Excludes(
-        "on_spike=rollback max_bad_steps=1",
-        "{0} needs --max-bad-steps 2 or more, because with 1 the first spike ends the run before it can go back",
-        Values(name="max_bad_steps", among=range(2, 66), near=1, bound="or more"),
     ),
     _idle_guard,
     AtMost(
@@ -557,7 +456,6 @@ DURATION_RULES: Sequence[Rule] = (
     ),
     AtMost("spike_skip_batches", "train_iters", when=("on_spike=rollback", "spike_skip_batches")),
     AtMost("max_rollbacks", "train_iters", when=("on_spike=rollback", "max_rollbacks")),
-    Excludes("lr_range_test skip_train", "{0} trains, and {1} does not"),
 )
 
 # ---- data and the weights that a run starts from ---------------------------------------------------------------------
@@ -571,37 +469,10 @@ def _vocabulary(c: Settings) -> Iterator[str]:
         yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"
 
 
-def _positions_of_documents(c: Settings) -> Iterator[str]:
-    if c.beside_tokens == ("positions",) and c.position_embedding_type == "alibi":
-        yield (
-            "--reset-position-ids has no meaning with --position-embedding-type alibi, which goes by distances, unless "
-            "attention stays within documents: use --reset-attention-mask too, or leave it out"
-        )
-
-
 DATA_RULES: Sequence[Rule] = (
     _vocabulary,
     AtMost("seq_length", "max_position_embeddings", use=("more",)),
-    _positions_of_documents,
-    Excludes(
-        "skip_train train_data_path valid_data_path=() valid_sets=()",
-        "--skip-train evaluates, and --train-data-path has no validation data beside it",
-        "use --valid-data-path or --valid-sets",
-    ),
-    Excludes(
-        "valid_sets eval_interval=0", "--valid-sets has no effect with --eval-interval 0, which turns evaluation off"
-    ),
-    Excludes("init_from_hf load load!=auto lora_rank=None"),
-    Excludes(
-        "pretrained_checkpoint load load!=auto lora_rank=None",
-        "{0} and {1} exclude each other",
-        "use --load auto, which continues this run where it has a checkpoint",
-        "leave one of them out",
-    ),
-    Excludes("pretrained_checkpoint init_from_hf"),
-    Excludes("load_optim load=None", "--no-load-optim has no effect without --load", OUT),
-    Excludes("preset init_from_hf", "{0} has no effect with {1}, which sets the shape", OUT),
-    Excludes("recipe init_from_hf", "{0} is for a model that begins with initial values, and not with {1}", OUT),
+    *rows("start"),
 )
 
 # ---- optimizer and number formats ------------------------------------------------------------------------------------
@@ -640,80 +511,31 @@ def _moments(c: Settings) -> Iterator[str]:
         )
 
 
-def _one_bit(c: Settings) -> Iterator[str]:
-    """What 1-bit optimizers do not work with."""
-    c.read("optimizer")
-    if c.config.optimizer_settings.momentum_format is None:
-        return
-    other = c.config.optimizer_settings.uncompressed
-    for name, why in _WITHOUT_ONE_BIT.items():
-        if c.is_set(name):
-            left_out, instead = f"leave {flag(name)} out", f"--optimizer {other}"
-            if name == "zero_stage":
-                left_out, instead = "use --zero-stage 0", f"{instead} with --grad-reduce-compression int8"
-            elif name == "grad_reduce_compression":
-                left_out = "leave one of them out"
-            given = f"--optimizer {c.optimizer} is not possible with {c.given(name)}, because {why}"
-            yield message(given, [left_out, f"use {instead}"])
-
-
-_WITHOUT_ONE_BIT = {
-    "zero_stage": "every replica needs the whole momentum",
-    "offload_optimizer": "the momentum is sent from the device",
-    "grad_reduce_compression": "it sends no gradients after its warm-up",
-    "reproducible": "its compression depends on the number of replicas",
-    "gradient_noise_interval": "after its warm-up nothing has the gradient of the global batch",
-}
-
-
 def _mup(c: Settings) -> Iterator[str]:
     """What muP does not go together with."""
-    if c.mup_base_width is None:
-        return
-    given = c.given("mup_base_width")
-    if c.optimizer not in MUP_OPTIMIZERS:
-        yield (
-            f"{given} has no rule for the learning rates of --optimizer {c.optimizer}: use --optimizer "
-            f"{one_of(MUP_OPTIMIZERS)}, or leave it out"
-        )
     for name, value in c.multipliers(c).items():
         if c.is_set(name) and getattr(c, name) != value:
-            found = number(getattr(c, name))
+            given, found = c.given("mup_base_width"), number(getattr(c, name))
             yield f"{given} sets {flag_and_value(name, value)} and not {found}: leave one of the flags out"
 
 
 OPTIMIZER_RULES: Sequence[Rule] = (
     _idle_optimizers,
     _moments,
-    Excludes(
-        "reproducible grad_reduce_dtype=bf16",
-        "{0} needs exact sums of gradients, but {1} rounds them",
-        use("grad_reduce_dtype", "fp32"),
-        Out("reproducible"),
-    ),
+    *rows("of_optimizer"),
     _mup,
-    Excludes("mup_base_width num_experts", "{0} has no rule for routers", "leave it out, or --num-experts"),
-    Excludes("mup_base_width multi_latent_attention", "{0} has no rule for {1}"),
 )
 
 COMPRESSION_RULES: Sequence[Rule] = (
-    _one_bit,
-    _freeze_step,
-    Excludes("reproducible grad_reduce_compression", "{0} needs exact sums of gradients, but {1} rounds them"),
-    Excludes(
-        "grad_reduce_compression zero_shard_size",
-        "{0} is not possible with {1}, whose sums over shards are not compressed",
+    *rows("compression"),
+    AtMost(
+        "onebit_freeze_step",
+        "train_iters",
+        strict=True,
+        why=", because nothing would be compressed",
+        use=("larger",),
+        when=("optimizer=onebitadam|onebitlamb",),
     ),
-)
-
-SURVIVAL_RULES: Sequence[Rule] = (
-    Excludes("survive skip_train", "{0} has no effect with {1}", OUT),
-    Excludes("survive lr_range_test", "{0} does not keep what {1} has seen"),
-    Excludes("survive on_spike=rollback", "{0} does not join {1} yet", use("on_spike", "skip"), Out("survive")),
-    Excludes("survive grad_reduce_compression", "{0} does not keep the errors of {1} yet"),
-    Excludes("survive optimizer=onebitadam", "{0} does not keep the errors of {1} yet", use("optimizer", "adamw")),
-    Excludes("survive optimizer=onebitlamb", "{0} does not keep the errors of {1} yet", use("optimizer", "lamb")),
-    Excludes("retune schedule_csv", "{0} would replace the schedule of {1}"),
 )
 
 RULES: Sequence[Rule] = (
@@ -727,6 +549,6 @@ RULES: Sequence[Rule] = (
     *DURATION_RULES,
     *DATA_RULES,
     *OPTIMIZER_RULES,
-    *SURVIVAL_RULES,
+    *rows("survival"),
 )
 """Those of every entry point, in the order in which they are named."""

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.numbers import parse_float
-from megacore.config.rules import OUT, Excludes, Needs, Readable, Rule, Settings
+from megacore.config.rules import Needs, Readable, Rule, Settings, rows
 from megacore.config.spelling import OWNERS
 
 FILL_IN_FIELDS = ("fim_rate", *(field for field, (owner, _) in OWNERS.items() if owner == "fim_rate"))
@@ -52,47 +52,8 @@ class DataConfig(Section):
 
     rules: ClassVar[Sequence[Rule]] = (
         Readable("prefixes", "split_shares"),
-        Excludes("train_data_path data_path", "--train-data-path and --data-path exclude each other"),
-        Excludes("train_data_path mock_data data_path=()", "--train-data-path and --mock-data exclude each other"),
-        Excludes(
-            "valid_data_path train_data_path=()",
-            "--valid-data-path needs --train-data-path",
-            "use both, or --data-path with --split",
-        ),
+        *rows("data"),
         _sets,
-        Excludes("valid_sets mock_data", "{0} has no effect with {1}"),
-        Excludes("mock_data data_path"),
-        Excludes(
-            "data_path=() train_data_path=() mock_data=False",
-            "--data-path is missing",
-            "use the PREFIX that tools/preprocess_data.py wrote, or --mock-data",
-        ),
-        Excludes("packing=none mock_data", "{0} has no effect with {1}, which has no padding", OUT),
-        Excludes(
-            "eod_mask_loss tokenizer=None",
-            "{0} needs the end-of-document token",
-            "use --tokenizer PATH",
-            "leave {0} out",
-        ),
-        Excludes("fim_rate mock_data", "{0} has no effect with {1}, whose tokens are no text"),
-        Excludes(
-            "fim_rate tokenizer=None mock_data=False",
-            "{0} needs the tokens that mark the parts",
-            "use --tokenizer PATH",
-            "leave --fim-rate out",
-        ),
-        Excludes(
-            "fim_rate packing=best-fit",
-            "{0} lengthens documents, and {1} fills samples exactly",
-            "use --packing concat or none",
-            "leave --fim-rate out",
-        ),
-        Excludes(
-            "merge_file tokenizer=None",
-            "--merge-file has no effect without the vocab.json that it belongs to",
-            "use --tokenizer vocab.json",
-        ),
-        Excludes("sample_order=megatron packing!=concat", "{0} is that of --packing concat, not of {1}"),
     )
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.problem import Change, Problem, divisors_of
-from megacore.config.rules import AtMost, Divides, Excludes, Needs, Rule, Settings
+from megacore.config.rules import AtMost, Divides, Needs, Rule, Settings, rows
 
 _EXPERTS = Needs("num_experts")
 
@@ -46,13 +46,7 @@ class ExpertsConfig(Section):
 
     rules: ClassVar[Sequence[Rule]] = (
         AtMost("moe_router_topk", "num_experts"),
-        Excludes(
-            # Megatron-LM's sinkhorn, which is refused, weights one expert otherwise.
-            "num_experts moe_router_topk=1 moe_router_pre_softmax=False moe_router_score_function=softmax "
-            "moe_router_load_balancing_type!=sinkhorn",
-            "{1} gives every expert the weight 1, so that the router learns nothing",
-            "use --moe-router-pre-softmax, or --moe-router-topk 2 or more",
-        ),
+        *rows("experts"),
         Divides("moe_router_num_groups", "num_experts", multiple=False),
         AtMost("moe_router_group_topk", "moe_router_num_groups"),
         _groups,

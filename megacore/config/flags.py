@@ -261,7 +261,8 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")
         return
-    near = nearest_name(word.flag, flags)
+    # transformers and vLLM call query groups so, which no spelling is near to.
+    near = nearest_name(word.flag.replace("kv-heads", "query-groups"), flags)
     if near is None:
         given.problems.append(f"{word.flag} is not a flag: --help all lists them")
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megacore.config.messages import divisors
 from megacore.config.problem import Change, Problem, Values
 from megacore.config.reproducible import canonical_blocks
-from megacore.config.rules import Excludes, Out, Rule, Settings
+from megacore.config.rules import Rule, Settings, rows
 from megacore.config.schema import Config
 
 _READ = (
@@ -118,11 +118,6 @@ def _unfit(config: Config, recipe: str, *, tp: int | None = None, blocks: int | 
 
 FP8_RULES: Sequence[Rule] = (
     _skipped,
-    Excludes(
-        "fp8 compile",
-        "{0} chooses in each step what is in fp8, which {1} would fix",
-        Out("compile"),
-        Out("fp8"),
-    ),
+    *rows("fp8"),
     _widths,
 )

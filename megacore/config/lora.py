@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.problem import Change, Problem
-from megacore.config.rules import Excludes, Out, Rule, Settings
+from megacore.config.rules import Rule, Settings, rows
 
 
 @dataclass(frozen=True)
@@ -167,28 +167,4 @@ def _targets(c: Settings) -> Iterator[str]:
         )
 
 
-def _base(c: Settings) -> Iterator[str]:
-    if c.lora_rank is not None and c.pretrained_checkpoint is None and c.init_from_hf is None:
-        yield Problem(
-            f"{c.given('lora_rank')} trains adapters of a model that is trained already",
-            Change("use --pretrained-checkpoint DIR"),
-            Change("use --init-from-hf DIR"),
-            c.out("lora_rank"),
-        )
-
-
-LORA_RULES: Sequence[Rule] = (
-    _base,
-    _targets,
-    Excludes("lora_rank mup_base_width", "{0} has no rule for {1}", Out("mup_base_width")),
-    Excludes("lora_rank mtp_num_layers!=0", "{0} has no adapters for the blocks of {1}",
-             "use --mtp-num-layers 0", Out("lora_rank")),
-    Excludes("lora_rank has_linear=True", "{0} has no adapters for linear attention", "use a --layer-pattern without l",
-             Out("lora_rank")),
-    Excludes("lora_rank offload_params", "{0} keeps frozen weights on the device, not in host memory as {1}",
-             Out("offload_params")),
-    Excludes("lora_dora reproducible", "{0} is not possible with {1}: lengths of rows are sums over the ranks of "
-             "tensor parallelism", Out("lora_dora")),
-    Excludes("lora_dropout reproducible", "{0} is not possible with {1}: masks of adapters depend on tensor "
-             "parallelism", Out("lora_dropout")),
-)  # fmt: skip
+LORA_RULES: Sequence[Rule] = (*rows("lora"), _targets)

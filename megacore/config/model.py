@@ -17,8 +17,8 @@ from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
 from megacore.config.rope_factors import parse_factors
-from megacore.config.rules import OUT, AtLeast, AtMost, Divides, Excludes, Needs, Out, Rule, Settings
-from megacore.config.spelling import flag, flag_and_value
+from megacore.config.rules import AtLeast, AtMost, Divides, Needs, Rule, Settings, rows
+from megacore.config.spelling import flag
 
 _ROTARY = Needs(position_embedding_type="rope")
 
@@ -28,12 +28,6 @@ def _scaling(*kinds: str) -> Needs:
 
 
 _LLAMA3, _YARN, _LONGROPE = map(_scaling, ("llama3", "yarn", "longrope"))
-_WITHOUT_LATENT = (
-    *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
-    *("qk_layernorm_per_head", "clip_qkv", "layer_pattern", "attention_multiplier", "attention_output_gate"),
-)
-
-
 _OF_LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
@@ -65,13 +59,9 @@ def _pattern(c: Settings) -> Iterator[str]:
 
 
 def _latent(c: Settings) -> Iterator[str]:
-    """What --multi-latent-attention needs, and sizes that it has of its own."""
+    """Sizes that --multi-latent-attention has of its own."""
     if not c.multi_latent_attention:
         return
-    for name, wanted in (("position_embedding_type", "rope"), ("disable_bias_linear", True)):
-        if getattr(c, name) != wanted:
-            needs = flag_and_value(name, wanted)
-            yield f"--multi-latent-attention needs {needs}: add it, or leave --multi-latent-attention out"
     for name, value in (("kv_channels", c.head_size), ("num_query_groups", c.num_attention_heads)):
         if getattr(c, name) not in (None, value):
             yield f"{c.given(name)} has no effect with --multi-latent-attention: leave it out"
@@ -138,18 +128,9 @@ class ModelConfig(Section):
         _original_context,
         _rotated,
         _latent,
-        *(
-            Excludes(f"{name} multi_latent_attention", "{0} has no effect with {1}", OUT, Out("multi_latent_attention"))
-            for name in _WITHOUT_LATENT
-        ),
-        Excludes(
-            "qk_layernorm_all_heads qk_layernorm_per_head",
-            "{0} normalises all heads together, and per-head each by itself",
-        ),
+        *rows("model"),
         _pattern,
-        Excludes("mtp_num_layers!=0 embedding_layernorm", "{0} embeds tokens without the norm of {1}", OUT),
         Divides("linear_num_key_heads", "linear_num_value_heads", when=("has_linear=True",)),
-        Excludes("norm_placement parallel_residual", "{0} is not possible with {1}, whose layers read one norm"),
     )
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
@@ -498,9 +479,6 @@ def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
 # The maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8). Hyperparameters that were tuned at
 # one width apply at any other: with the width, the initial values and learning rates of hidden matrices shrink, and so
 # do logits and attention scores. At the base width the model is the usual one.
-
-MUP_OPTIMIZERS = ("adamw", "adam", "lion", "muon")
-"""Those for whose learning rates it has rules."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
 from megacore.config.presets import RECIPES
-from megacore.config.rules import OUT, AtMost, Excludes, Needs, Rule, Settings
+from megacore.config.rules import AtMost, Needs, Rule, Settings, rows
 from megacore.config.spelling import flag
 
 
@@ -56,23 +56,8 @@ class OptimizerConfig(Section):
         AtMost("lr_range_test_start", "decoupled_lr", when=("lr_range_test",)),
         AtMost("lr_warmup_init", "lr"),
         AtMost("lr_range_test_start", "lr", strict=True, why=", the last rate of the test", when=("lr_range_test",)),
-        Excludes("lr_warmup_style lr_decay_style=1cycle", "{0} has no effect with {1}", OUT),
-        Excludes(
-            "lr_decay_style=cosine-restarts lr_restart_iters=None",
-            "{0} needs the length of its first cycle",
-            "use --lr-decay-style restart-iters",
-        ),
-        Excludes(
-            "lr_decay_style=1cycle lr_warmup_iters=0",
-            "{0} needs a rise",
-            "use --lr-warmup-iters, for example with three tenths of --train-iters",
-        ),
+        *rows("optimizer"),
         _weight_decay,
-        Excludes(
-            "lr_decay_style=WSD lr_wsd_decay_iters=None",
-            "{0} needs the length of its final decay",
-            "use --lr-decay-style wsd-decay-iters, for example with a tenth of --train-iters",
-        ),
     )
     former_defaults: ClassVar[Mapping[str, Any]] = {"lr_warmup_init": 0.0}
 

@@ -11,8 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.problem import Change
-from megacore.config.rules import OUT, AtLeast, Excludes, Rule
+from megacore.config.rules import AtLeast, Rule, rows
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK = 256
@@ -160,14 +159,7 @@ class AdamConfig(OptimizerSettings):
 class SGDConfig(OptimizerSettings):
     """Settings of --optimizer sgd."""
 
-    rules: ClassVar[Sequence[Rule]] = (
-        Excludes(
-            "sgd_nesterov sgd_momentum=0.0",
-            "--optimizer nesterov has no effect with momentum=0",
-            OUT,
-            Change("use --optimizer momentum=0.9", {"sgd_momentum": 0.9}),
-        ),
-    )
+    rules: ClassVar[Sequence[Rule]] = (*rows("sgd"),)
 
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
     """Momentum of --optimizer sgd. 0: none."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.problem import Change, Problem, Values
-from megacore.config.rules import Excludes, Needs, Rule, Settings
+from megacore.config.rules import Needs, Rule, Settings, rows
 from megacore.config.spelling import flag_and_value
 
 AUTO_SCHEDULE = "auto"
@@ -78,12 +78,7 @@ class ParallelConfig(Section):
 
     rules: ClassVar[Sequence[Rule]] = (
         _host_memory,
-        Excludes(
-            "schedule=interleaved virtual_stages=1 schedule_csv=None",
-            "{0} needs several stages per rank",
-            Values(name="virtual_stages", among=range(2, 66), near=1, bound="or more"),
-            Change("--schedule 1f1b", {"schedule": "1f1b"}),
-        ),
+        *rows("parallel"),
         _virtual_stages,
     )
     former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}

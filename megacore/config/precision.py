@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.problem import Problem
-from megacore.config.rules import AtLeast, Needs, Rule, Settings, use
+from megacore.config.rules import AtLeast, Needs, Rule, rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """By number format."""
@@ -19,20 +18,11 @@ _DYNAMIC = Needs(precision="fp16", loss_scale=None)
 _FP8 = Needs(fp8=("blockwise", "rowwise", "tensorwise"))
 
 
-def _sixteen_bits(c: Settings) -> Iterator[str]:
-    if c.fp8 != "none" and c.precision in ("fp32", "fp16"):
-        yield Problem(
-            f"{c.given('fp8')} needs bf16 for what it leaves in 16 bits, and --precision is {c.precision}",
-            use("precision", "bf16"),
-            c.out("fp8"),
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
 
-    rules: ClassVar[Sequence[Rule]] = (AtLeast("initial_loss_scale", "min_loss_scale"), _sixteen_bits)
+    rules: ClassVar[Sequence[Rule]] = (AtLeast("initial_loss_scale", "min_loss_scale"), *rows("precision"))
     former_defaults: ClassVar[Mapping[str, Any]] = {"initial_loss_scale": 65536.0}
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

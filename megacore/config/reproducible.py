@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.config.messages import divisors
 from megacore.config.problem import Change, Problem, Values, divisors_of
-from megacore.config.rules import Rule, Settings
+from megacore.config.rules import Rule, Settings, rows
 from megacore.config.schema import Config
 
 _SIZES = (
@@ -121,11 +121,6 @@ def _context_parallel(c: Settings) -> Iterator[str]:
     tp, cp, count = c.tp, c.cp, _blocks_of(c)
     if cp == 1 or not c.reproducible:
         return
-    if c.cp_comm not in ("auto", "ulysses"):
-        yield (
-            f"--cp-comm {c.cp_comm} adds up parts of attention, which rounds otherwise than one process: with "
-            "--reproducible use --cp-comm ulysses, or leave --cp-comm out"
-        )
     if count & (count - 1):
         return
     if count == 1:
@@ -175,4 +170,11 @@ def _blocks_of(c: Settings) -> int:
 
 
 _ONE_BLOCK = Change("--reproducible blocks=1, with which another --tp rounds differently", {"reproducible_blocks": 1})
-REPRODUCIBLE_RULES: Sequence[Rule] = (_experts, _blocks, _tensor_parallel, _context_parallel, _compiled)
+REPRODUCIBLE_RULES: Sequence[Rule] = (
+    _experts,
+    _blocks,
+    _tensor_parallel,
+    *rows("reproducible"),
+    _context_parallel,
+    _compiled,
+)

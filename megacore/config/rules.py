@@ -2,24 +2,29 @@
 
     Divides("tp", "num_attention_heads")            --tp 3 must divide --num-attention-heads 16: use 1
     AtMost("moe_router_topk", "num_experts")        --moe-router-topk 8 must be at most --num-experts 4: use 4 or less
-    Excludes("init_from_hf", "load")                ... exclude each other: leave one of them out
+    Excludes("survive skip_train", "...")           {0} has no effect with {1}: leave it out
     Annotated[float, Needs(lr_decay_style="WSD")]   ... has no effect with --lr-decay-style cosine: leave it out
 
 A rule that computes something real is a function of `Settings`. Rules within a section are in its class, those between
 sections in constraints.py; validation.py checks them all. A term of a row names a field that is not at its default, or
-a field with a value that it has or has not: `recompute=light`, `norm_placement!=before`.
+a field with a value that it has or has not: `recompute=light`, `norm_placement!=before`, `precision=fp32|fp16`.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
 
 from megacore.config.messages import one_of
+from megacore.config.numbers import is_number
 from megacore.config.problem import Change, Problem, Values, Way, divisors_of, multiples_of, up_to
-from megacore.config.spelling import OWNERS, flag, flag_and_value, with_value
+from megacore.config.spelling import OWNERS, field_and_text, flag, flag_and_value, with_value
 
 FURTHER = 64
 """Values beyond a bound that are tried."""
@@ -80,7 +85,7 @@ class Settings:
         if "=" not in term:
             return self.is_set(term)
         name, _, text = term.partition("=")
-        return (str(getattr(self, name.removesuffix("!"))) == text) != name.endswith("!")
+        return (str(getattr(self, name.removesuffix("!"))) in text.split("|")) != name.endswith("!")
 
     def given(self, name: str) -> str:
         """A field with its value, as on a command line."""
@@ -101,6 +106,38 @@ class Settings:
     def out(self, name: str) -> Change:
         """The same with its name."""
         return self.without(name, f"leave {flag(name)} out")
+
+    def way(self, text: str, it: str = "") -> Way:
+        """A way out in words, with the values that these give fields, if they name some; `it`: the field that they may
+        call so."""
+        if text == "leave it out":
+            return self.without(it)
+        if left_out := re.fullmatch(r"leave (--.+) out", text):
+            names = [field_and_text(one)[0] for one in left_out[1].split(" and ")]
+            return Change(text, {name: self.default(name) for name in names})
+        words = re.sub(r" \(.*\)$", "", text.removeprefix("use "))
+        if bound := re.fullmatch(r"(--.+) (\d+) or more", words):
+            name, least = field_and_text(bound[1])[0], int(bound[2])
+            among = range(least, least + FURTHER)
+            return Values(name=name, among=among, near=self._near(name), bound="or more", most=3)
+        values = {name: self._value(name, word) for name, word in map(field_and_text, re.split(" (?=--)", words))}
+        (name, value), *others = values.items()
+        if type(value) is int and not others:  # a value of one field, beside which other rules may name further ones
+            return Values(name=name, among=[value], near=self._near(name))
+        return Change(text, {} if None in values.values() else values)
+
+    def _near(self, name: str) -> int:
+        """What a field has, which need not be read; 0 for nothing."""
+        return self.__dict__.get(name) or 0
+
+    def _value(self, name: str, word: str) -> Any:
+        """What a word means as the value of a field; None: nothing."""
+        info = next((section.infos[name] for section in self._sections if name in section.infos), None)
+        if info is None or (info.kind is bool and word):
+            return None
+        if info.kind in (bool, str):
+            return info.kind is bool or (word if word in info.choices else None)
+        return info.kind(word) if info.kind in (int, float) and is_number(word) else None
 
     def violated(self, rules: Iterable[Rule]) -> Iterator[str]:
         """What is violated of some rules."""
@@ -138,36 +175,29 @@ def use(name: str, value: Any) -> Change:
     return Change(f"use {flag_and_value(name, value)}", {name: value})
 
 
-@dataclass(frozen=True)
-class Out:
-    """The way out that leaves a flag out; the first of a row's flags is called it."""
-
-    name: str = ""
-
-
-OUT = Out()
-
-
 class Excludes:
-    """Terms that do not hold together, in one text. `said` has {0}, {1}, ... for their flags. `use`: ways out, as by
-    default to leave one flag out; None: `said` has them. A text is not tried."""
+    """Terms that do not hold together, and the sentence about it: a row of rules.toml, which says how it is written."""
 
-    def __init__(self, terms: str, said: str = "{0} and {1} exclude each other", *use: Way | str | Out | None) -> None:
-        self.terms, self.said, self.use = terms.split(), said, use or ("leave one of them out",)
+    def __init__(self, terms: str, sentence: str) -> None:
+        self.terms = terms.split()
+        said, _, ways = sentence.rpartition(": ")
+        self.said, self.ways = (said, ways.split(", or ")) if said else (ways, ["leave one of them out"])
 
     def __call__(self, c: Settings) -> Iterator[str]:
         if c.hold(self.terms):
             names = [_field(term) for term in self.terms]
             given = [c.given(name) for name in names]
-            yield Problem(self.said.format(*given), *(self._way(c, way, names[0], given) for way in self.use))
+            yield Problem(self.said.format(*given), *(c.way(way.format(*given), names[0]) for way in self.ways))
 
-    @staticmethod
-    def _way(c: Settings, way: Way | str | Out | None, first: str, given: Sequence[str]) -> Way | None:
-        if isinstance(way, Out):
-            return c.out(way.name) if way.name else c.without(first)
-        if isinstance(way, Values):
-            return replace(way, near=getattr(c, way.name))
-        return Change(way.format(*given)) if isinstance(way, str) else way
+
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def rows(table: str) -> Iterator[Excludes]:
+    """What a table of rules.toml excludes: a rule for each field of a term that names several."""
+    for terms, sentence in _ROWS[table].items():
+        for each in itertools.product(*([term] if "=" in term else term.split("|") for term in terms.split())):
+            yield Excludes(" ".join(each), sentence)
 
 
 class Needs:
@@ -223,6 +253,7 @@ class Divides:
     name: str  # of the divisor
     number: str  # of what it divides
     multiple: bool = True  # whether another value of that is a way out
+    why: str = ""  # follows the constraint
     about_number: bool = False  # the message is about what is divided, and proposes other values of it first
     when: Sequence[str] = ()
 
@@ -236,7 +267,7 @@ class Divides:
             ways += [multiples_of(self.number, value, divisor)] if self.multiple else []
             if self.about_number:
                 names, words, ways = names[::-1], "must be a multiple of", ways[::-1]
-            yield Problem(f"{c.given(names[0])} {words} {c.given(names[1])}", *ways)
+            yield Problem(f"{c.given(names[0])} {words} {c.given(names[1])}{self.why}", *ways)
 
 
 @dataclass(frozen=True)
@@ -274,7 +305,7 @@ class AtMost:
             "out": c.without(self.name),
         }
         yield up_to(self.name, value, bound - self.strict, low=self.least)
-        yield from (ways.get(way) or Change(way) for way in self.use)
+        yield from (ways.get(way) or c.way(way) for way in self.use)
 
     def _rates(self, c: Settings, value: float, bound: float) -> Iterator[Way]:
         """Numbers with a fraction that keep the rule; what is just below a bound has no name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section
-from megacore.config.rules import Excludes, Needs, Rule
+from megacore.config.rules import Needs, Rule, rows
 
 MAX_SEED = 2**63 - 1
 
@@ -16,18 +16,7 @@ MAX_SEED = 2**63 - 1
 class TrainingConfig(Section):
     """Batch sizes, number of steps, evaluation, recomputation, loss, and the output directory."""
 
-    rules: ClassVar[Sequence[Rule]] = (
-        Excludes("skip_train eval_interval=0", "{0} only evaluates, which {1} turns off"),
-        Excludes("skip_train eval_iters=0", "{0} only evaluates, which {1} turns off"),
-        Excludes(
-            "offload_activations recompute=light",
-            "{0} is not possible with {1}, which decides per tensor what to save",
-            "use --recompute none, selective or full",
-        ),
-        Excludes(
-            "offload_activations compile", "{0} is not possible with {1}, whose code keeps its activations itself"
-        ),
-    )
+    rules: ClassVar[Sequence[Rule]] = (*rows("training"),)
 
     micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
     """Samples in one forward pass of one replica."""

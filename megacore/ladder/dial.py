@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacore.commands.plan import read_plan
-from megacore.commands.plan_parser import PlanParser, price, share
+from megacore.commands.plan_parser import PlanParser
 from megacore.commands.plan_search import found_layouts
 from megacore.commands.tool import run_tool
 from megacore.config import Config
@@ -95,22 +95,9 @@ def _ratio(text: str) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Propose a run; the exit status is 0 done, 2 refused."""
-    parser = PlanParser(
-        prog="plan.py",
-        usage="plan.py --budget BUDGET [flags of pretrain_gpt.py]",
-        description="Propose the run with the lowest loss for a budget: model, tokens, batch, learning rate, layout, "
-        "and the command. Further flags are kept, such as --data-path or --tp. Guide: docs/guides/planner.md.",
-        allow_abbrev=False,
+    parser = PlanParser.of(
+        "budget", prog="plan.py", budget=budget, read_ladder=read_ladder, ratio=_ratio, known=_BUDGETS
     )
-    add = parser.add_argument
-    add("entry", nargs="?", metavar="ENTRY", help="pretrain_gpt.py")
-    add("--budget", type=budget, metavar="BUDGET", help=f"time, price or operations: {_BUDGETS}")
-    add("--ladder", type=read_ladder, metavar="FILE", help="ladder.json of tools/ladder.py. Default: the published law")
-    add("--tokens-per-parameter", type=_ratio, metavar="X", help="more tokens for a smaller model. Default: the best")
-    add("--goodput", type=share, default=0.9, metavar="SHARE", help="share of the time with progress. Default: 0.9")
-    add("--price-per-hour", type=price, metavar="USD", help="price per device and hour. Default: that of the cluster")
-    add("--estimate", action="store_true", help="estimate memory instead of tracing a step")
-    add("--json", action="store_true", help="print JSON instead of a report")
     idle = ("--search", "--top", "--picture", "--tokens", "--compare", "--cluster", "--world-size")
     parser.elsewhere = dict.fromkeys(idle, "has no effect with --budget, which names the devices: leave it out")
     return run_tool(parser, argv, _propose)

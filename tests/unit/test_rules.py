@@ -132,7 +132,7 @@ def derived_runs(case: Case) -> Iterator[Validation]:
     for term in (*case.terms, *([case.field] if case.field else [])):
         name, equals, text = term.partition("=")
         default, differs = infos[_name(term)].default, name.endswith("!")
-        holds = [v for v in among[_name(term)] if ((str(v) == text) != differs if equals else v != default)]
+        holds = [v for v in among[_name(term)] if ((str(v) in text.split("|")) != differs if equals else v != default)]
         among[_name(term)] = holds
     if case.table in OPTIMIZERS:
         among["optimizer"] = [case.table]
