@@ -7,7 +7,7 @@ import re
 from megacore.config.messages import one_of
 from megacore.errors import UserError
 
-WINDOW, FULL, WITHOUT_POSITIONS, LINEAR = "w", "f", "n", "l"
+WINDOW, FULL, WITHOUT_POSITIONS, LINEAR, MAMBA = "w", "f", "n", "l", "m"
 _LONGEST = 10_000
 
 
@@ -15,11 +15,12 @@ def parse_pattern(text: str) -> str:
     """The kinds of the blocks of one period, a letter each, of a text like `5*w,f`. Raises UserError."""
     kinds = ""
     for part in text.split(","):
-        match = re.fullmatch(r"(?:([1-9][0-9]{0,4})\*)?([wfnl])", part.strip())
+        match = re.fullmatch(r"(?:([1-9][0-9]{0,4})\*)?([wfnlm])", part.strip())
         if match is None:
             raise UserError(
                 f"--layer-pattern {text}: '{part[:40]}' is not known: use "
-                f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS, LINEAR])}, with a number before it for several, as in 5*w,f"
+                f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS, LINEAR, MAMBA])}, with a number before it for several, as "
+                "in 5*w,f"
             )
         kinds += match[2] * int(match[1] or 1)
     if len(kinds) > _LONGEST:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from megacore.config.activations import ACTIVATIONS
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section
-from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
+from megacore.config.layer_pattern import FULL, LINEAR, MAMBA, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
 from megacore.config.rope_factors import parse_factors
 from megacore.config.rules import AtLeast, AtMost, Divides, Needs, Rule, Settings, rows
@@ -32,6 +32,10 @@ _OF_LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
+
+
+# Of softmax attention, without those that all models of a family of transformers have, also where no layer uses them.
+_OF_SOFTMAX = ("clip_qkv", "softmax_type", "attn_logit_softcapping")
 
 
 def _pattern(c: Settings) -> Iterator[str]:
@@ -53,9 +57,12 @@ def _pattern(c: Settings) -> Iterator[str]:
         if c.is_set(name) and (text is not None or name == "window_rotary_base"):
             cause = f"with {given}" if text is not None else "without --layer-pattern"
             yield f"{c.given(name)} has no effect {cause}: leave it out, or use a pattern with w"
-    for name in _OF_LINEAR if text is not None and LINEAR not in kinds else ():
+    for name in _OF_LINEAR if text is not None and not c.has_linear else ():
         if c.is_set(name):
-            yield f"{c.given(name)} has no effect with {given}: leave it out, or use a pattern with l"
+            yield f"{c.given(name)} has no effect with {given}: leave it out, or use a pattern with l or m"
+    for name in _OF_SOFTMAX if kinds and set(kinds) <= {LINEAR, MAMBA} else ():
+        if c.is_set(name):
+            yield f"{c.given(name)} has no effect with {given}: leave it out, or use a pattern with f"
 
 
 def _latent(c: Settings) -> Iterator[str]:
@@ -269,17 +276,17 @@ class ModelConfig(Section):
     """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
     layer_pattern: Annotated[str | None, Flag(("--attention-pattern",), metavar="5*w,f")] = None
     """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions, l
-    linear (Gated DeltaNet). The pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
+    linear (Gated DeltaNet), m Mamba-2. The pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
     linear_num_key_heads: Annotated[int, Range(1, 1_000_000)] = 16
-    """l of --layer-pattern: query and key heads. A multiple of --tp."""
+    """l and m of --layer-pattern: query and key heads (groups). A multiple of --tp."""
     linear_num_value_heads: Annotated[int, Range(1, 1_000_000)] = 32
-    """l of --layer-pattern: value heads. A multiple of the key heads."""
+    """l and m of --layer-pattern: value heads. A multiple of the key heads."""
     linear_key_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
-    """l of --layer-pattern: dimensions of a head's query and key."""
+    """l and m of --layer-pattern: dimensions of a head's query and key (state)."""
     linear_value_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
-    """l of --layer-pattern: dimensions of a head's value."""
+    """l and m of --layer-pattern: dimensions of a head's value."""
     linear_conv_kernel_dim: Annotated[int, Range(1, 1000)] = 4
-    """l of --layer-pattern: positions that the convolution of queries, keys and values reads."""
+    """l and m of --layer-pattern: positions that the convolution of queries, keys and values reads."""
     window_rotary_base: Annotated[float | None, Range(above=1), _ROTARY] = None
     """Rotary base, without scaling, in the w blocks of --layer-pattern, as in Gemma 3. Default: --rotary-base and
     its scaling."""
@@ -377,13 +384,23 @@ class ModelConfig(Section):
 
     @property
     def has_linear(self) -> bool:
-        """Whether blocks have linear attention."""
-        return LINEAR in (self.layer_pattern or "")
+        """Whether blocks have linear attention, Gated DeltaNet or Mamba-2."""
+        return not {LINEAR, MAMBA}.isdisjoint(self.layer_pattern or "")
 
     @property
     def is_linear(self) -> bool:
         """Whether all have, as the configuration of such a block says (models/flops.py)."""
-        return self.layer_pattern == LINEAR
+        return self.layer_pattern in (LINEAR, MAMBA)
+
+    @property
+    def is_mamba(self) -> bool:
+        """As `is_linear`, of Mamba-2."""
+        return self.layer_pattern == MAMBA
+
+    @property
+    def linear_rates(self) -> int:
+        """Numbers that linear attention projects for its heads: a step each, and a rate but for Mamba-2."""
+        return self.linear_num_value_heads * (1 if self.is_mamba else 2)
 
     @property
     def linear_widths(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from megacore.layers.activations import ACTIVATION_FUNCTIONS
 from megacore.layers.attention import Mixing, SelfAttention, refuse_unsupported
 from megacore.layers.context import BuildContext
 from megacore.layers.latent_attention import LatentAttention
-from megacore.layers.linear_attention import GatedDeltaNet
+from megacore.layers.linear_attention import GatedDeltaNet, Mamba2
 from megacore.layers.norm import LayerNorm, build_norm
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
@@ -196,7 +196,7 @@ class TransformerBlock(nn.Module):
         config: sizes, kinds of layers and dropout.
         name: the block's global name, `blocks.17`.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
-        attention: builds attention, but for l of --layer-pattern; None: the configuration says which.
+        attention: builds attention, but for l and m of --layer-pattern; None: the configuration says which.
         mixing: keyword arguments of `Attention`.
     """
 
@@ -220,7 +220,8 @@ class TransformerBlock(nn.Module):
         self.run_attention = run if isinstance(self.attention_norm, Unnormed) else light
         mixing = {"causal": True, "window": None, "rotary": None, "alibi": None, **mixing}
         latent = LatentAttention if config.multi_latent_attention else SelfAttention
-        build = GatedDeltaNet if config.is_linear else attention or latent
+        linear = Mamba2 if config.is_mamba else GatedDeltaNet
+        build = linear if config.is_linear else attention or latent
         self.attention = build(config, context, f"{name}.attention", **mixing)
         if build is attention:
             refuse_unsupported(self.attention, config, context, mixing)

@@ -1,10 +1,11 @@
-"""Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464, section 3.4), the linear attention of Qwen3-Next:
-a head keeps a matrix instead of the keys and values of all earlier positions (ops/delta_rule.py).
+"""Linear attention: a head keeps a matrix instead of the keys and values of all earlier positions (ops/delta_rule.py).
+Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464, section 3.4) is that of Qwen3-Next, and Mamba-2 (Dao
+and Gu 2024, arXiv 2405.21060, section 7), whose C, B and x are queries, keys and values, that of Granite 4.
 
-As in Qwen3-Next, queries, keys and values pass a short convolution and SiLU, queries and keys then have length 1, what
-a head reads is normalised and multiplied by the SiLU of a gate, and several value heads share a query and a key. The
-fused projection is laid out by key head, [group][q, k, v..., z...], so that a rank's groups are one slice of it. The
-rates, [group][b..., a...], are few: every rank projects all of them.
+In both, queries, keys and values pass a short convolution and SiLU, several value heads share a query and a key, and
+what heads read is normalised and multiplied by the SiLU of a gate. The fused projection is laid out by key head,
+[group][q, k, v..., z...], so that a rank's groups are one slice of it. The rates, [group][b..., a...], of Mamba-2 only
+[group][a...], are few: every rank projects all of them.
 
 Ranks of context parallelism hold two chunks of the sequence each (parallel/context.py). They exchange what each chunk
 makes of any state, and the end of its input, for the convolution of the next.
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +30,9 @@ from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
-from megacore.layers.norm import build_norm
+from megacore.layers.norm import LayerNorm, NormOfEachHead, build_norm
 from megacore.parallel.collectives import copy_to_group
-from megacore.parallel.mesh import ALONE
+from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
@@ -39,9 +41,14 @@ from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 _EPSILON = 1e-6  # added to the square of a query's and a key's length
 
 
-class GatedDeltaNet(ShardedModule):
-    """Gated DeltaNet, its heads split over the layer group, whose size divides the number of key heads. `config`: sizes
-    of heads, and epsilon of the norm. `mixing`: of other attentions; it has neither windows nor positions."""
+class LinearAttention(ShardedModule):
+    """What Gated DeltaNet and Mamba-2 share, heads split over the layer group, whose size divides the number of key
+    heads. `config`: sizes of heads, and epsilon of the norm. `mixing`: of other attentions; there are neither windows
+    nor positions."""
+
+    corrects: ClassVar[bool]  # as for `ops.gated_delta_rule`
+    of_heads: ClassVar[tuple[str, ...]] = ("conv", "log_decay", "decay_bias")
+    """Parameters that ranks split, beside those of the projections."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str, **mixing: Any) -> None:
         super().__init__()
@@ -52,19 +59,25 @@ class GatedDeltaNet(ShardedModule):
         self.sequence, self.streams, self.recomputes = context.attended, context.streams, context.recompute_attention
         self.qkvz = ColumnParallelLinear(h, 2 * (keys + values), bias=False, **context.linear_arguments)
         # Too few outputs for fp8, and not its products.
-        self.rates = ReplicatedLinear(h, 2 * heads, bias=False, blocks=context.blocks, device=context.device)
+        self.rates = ReplicatedLinear(h, config.linear_rates, bias=False, blocks=context.blocks, device=context.device)
         split = partial(self._split, device=context.device)
         self.conv = split(2 * keys + values, 1, config.linear_conv_kernel_dim)  # of torch's shape
         self.log_decay, self.decay_bias = split(heads), split(heads)
+        if not self.corrects:
+            self.conv_bias, self.skip = split(2 * keys + values), split(heads)
+        normed = dataclasses.replace(config, normalization="RMSNorm", norm_affine=True, layernorm_1p=False)
         # Ranks normalise different heads; sequence parallelism sums such gradients anyway.
-        self.value_norm = build_norm(
-            dataclasses.replace(config, normalization="RMSNorm", norm_affine=True, layernorm_1p=False),
-            device=context.device,
-            size=self.value_size,
-            group=ALONE if context.sequence_parallel else context.layer_group,
-        )
+        self.value_norm = self._norm(normed, context, ALONE if context.sequence_parallel else context.layer_group)
         self.out = RowParallelLinear(values, h, bias=False, **context.linear_arguments)
         self.uncompiled = ("mix",)  # a loop over chunks, and messages of other ranks
+
+    def _norm(self, config: ResolvedModel, context: BuildContext, group: Group) -> LayerNorm | NormOfEachHead:
+        """Of what heads read; `group` sums its gradients."""
+        raise NotImplementedError
+
+    def let_through(self, read: Tensor, gate: Tensor) -> Tensor:
+        """What heads read, [b, s, g r / t, d_v], normalised and gated -> [b, s, g r d_v / t]"""
+        raise NotImplementedError
 
     def _split(self, *shape: int, device: torch.device) -> ShardedParameter:
         """An uninitialised parameter whose rows the layer group splits."""
@@ -81,21 +94,21 @@ class GatedDeltaNet(ShardedModule):
         return self.out(mix(projected, rates))
 
     def _entered(self, rates: Tensor) -> Tensor:
-        """[b, s, 2 g r] or, sequence parallel, [b, s/t, 2 g r] -> this rank's, [b, s, 2 g r / t]; gradients are summed
+        """[b, s, rates] or, sequence parallel, [b, s/t, rates] -> this rank's, [b, s, rates / t]; gradients are summed
         over the ranks."""
         enter = gather_sequence if self.sequence_parallel else copy_to_group
         return enter(rates, self.layer_group).chunk(self.layer_group.size, -1)[self.layer_group.rank]
 
     def mix(self, projected: Tensor, rates: Tensor, documents: Tensor | None) -> Tensor:
-        """What this rank's heads read and let through: [b, s, g (f + r d_v) / t] and [b, s, 2 g r / t] -> [b, s, g r
+        """What this rank's heads read and let through: [b, s, g (f + r d_v) / t] and [b, s, rates / t] -> [b, s, g r
         d_v / t]."""
-        read = self.read(projected, rates, (self.conv, self.log_decay, self.decay_bias), documents)
-        return self.let_through(read, projected)
+        return self.gated(
+            self.read(projected, rates, [getattr(self, name) for name in self.of_heads], documents), projected
+        )
 
-    def let_through(self, read: Tensor, projected: Tensor) -> Tensor:
-        """What heads read, [b, s, g r / t, d_v], normalised and gated -> [b, s, g r d_v / t]"""
-        gate = self._groups(projected)[1].flatten(2).contiguous()  # one group's alone would be a view
-        return self.value_norm(read).flatten(2) * F.silu(gate)
+    def gated(self, read: Tensor, projected: Tensor) -> Tensor:
+        """`let_through` with the gate of what was projected."""
+        return self.let_through(read, self._groups(projected)[1].flatten(2).contiguous())  # one group's would be a view
 
     def _groups(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """[b, s, g f / t], and z [b, s, g / t, r d_v]"""
@@ -105,34 +118,33 @@ class GatedDeltaNet(ShardedModule):
         )
         return qkv.flatten(2), gate
 
-    def read(
-        self, projected: Tensor, rates: Tensor, parameters: tuple[Tensor, Tensor, Tensor], documents: Tensor | None
-    ) -> Tensor:
-        """What some heads read, [b, s, heads, d_v]: of whole groups, whose `parameters` are those of the convolution
-        and of the decay."""
-        conv, log_decay, decay_bias = parameters
+    def read(self, projected: Tensor, rates: Tensor, parameters: Sequence[Tensor], documents: Tensor | None) -> Tensor:
+        """What some heads read, [b, s, heads, d_v]: of whole groups, whose `parameters` are those of `of_heads`."""
+        conv, log_decay, decay_bias, *own = parameters
         # Chunks of this rank are further samples.
         qkv, rates = self._chunks(self._groups(projected)[0]), self._chunks(rates)
         age = None if documents is None else self._chunks(self.sequence.take(_ages(documents), 1))
-        mixed = F.silu(ops.causal_convolution(qkv, conv, before=self._tails(qkv, conv.shape[-1] - 1), age=age))
+        mixed = ops.causal_convolution(qkv, conv, before=self._tails(qkv, conv.shape[-1] - 1), age=age)
+        mixed = F.silu(mixed + own[0].float() if own else mixed)
         sizes = [self.key_size, self.key_size, self.shared_by * self.value_size]
         groups = mixed.unflatten(-1, (-1, sum(sizes))).transpose(1, 2).split(sizes, -1)  # [b, g/t, s, f]
-        query, key = (
-            (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)).repeat_interleave(self.shared_by, 1)
-            for x in groups[:2]
-        )
+        query, key = map(_of_length_1, groups[:2]) if self.corrects else groups[:2]
         value = groups[2].unflatten(-1, (self.shared_by, -1)).transpose(2, 3).flatten(1, 2)
-        rate, decay = rates.float().unflatten(-1, (-1, 2, self.shared_by)).permute(3, 0, 2, 4, 1).flatten(2, 3)
+        of_rates = rates.float().unflatten(-1, (-1, 1 + self.corrects, self.shared_by))
+        *rate, decay = of_rates.permute(3, 0, 2, 4, 1).flatten(2, 3)
         steps = F.softplus(decay + decay_bias.float().unsqueeze(-1))
         read, _ = ops.gated_delta_rule(
-            query / math.sqrt(self.key_size),
+            query / math.sqrt(self.key_size) if self.corrects else query,
             key,
             value,
             decay=-log_decay.float().exp().unsqueeze(-1) * steps,
-            rate=rate.sigmoid(),
+            rate=rate[0].sigmoid() if self.corrects else steps,
             starts=None if age is None else age == 0,
             before=self._state_before if self.sequence.group.size > 1 else None,
+            corrects=self.corrects,
         )
+        if own:
+            read = read + own[1].float()[:, None, None] * value
         read = read.to(projected.dtype).transpose(1, 2).contiguous()
         return read if self.sequence.group.size == 1 else torch.cat(read.chunk(2), 1)
 
@@ -158,11 +170,45 @@ class GatedDeltaNet(ShardedModule):
 
     def _state_before(self, made: Tensor) -> Tensor:
         """The state before each of this rank's chunks, from what they make of any, as for `ops.gated_delta_rule`."""
-        makes, passes = self._of_all(made).split([self.value_size, self.key_size], -1)
+        makes, passes = self._of_all(made).tensor_split([self.value_size], -1)
         states = [torch.zeros_like(makes[0])]
         for number in range(len(makes) - 1):
-            states.append(makes[number] + passes[number] @ states[-1])
+            states.append(makes[number] + ops.passed_on(passes[number], states[-1]))
         return self.sequence.take(torch.stack(states), 0).flatten(0, 1)
+
+
+class GatedDeltaNet(LinearAttention):
+    """Queries and keys have length 1; every head is normalised by itself, by the same weights, and then gated."""
+
+    corrects = True
+
+    def _norm(self, config: ResolvedModel, context: BuildContext, group: Group) -> LayerNorm:
+        return build_norm(config, device=context.device, size=self.value_size, group=group)
+
+    def let_through(self, read: Tensor, gate: Tensor) -> Tensor:
+        normed: Tensor = self.value_norm(read)
+        return normed.flatten(2) * F.silu(gate)
+
+
+class Mamba2(LinearAttention):
+    """A step is also the rate. The convolution has a bias, and a head adds its value, times a number, to what it reads.
+    That is gated, and then normalised by group, in fp32."""
+
+    corrects = False
+    of_heads = (*LinearAttention.of_heads, "conv_bias", "skip")
+
+    def _norm(self, config: ResolvedModel, context: BuildContext, group: Group) -> NormOfEachHead:
+        wide = dataclasses.replace(config, kv_channels=self.shared_by * self.value_size, multi_latent_attention=False)
+        return NormOfEachHead(wide, self.groups, ranks=context.layer_group, group=group, device=context.device)
+
+    def let_through(self, read: Tensor, gate: Tensor) -> Tensor:
+        gated = read.flatten(2).float() * F.silu(gate.float())
+        normed: Tensor = self.value_norm(gated.unflatten(-1, (-1, self.shared_by * self.value_size)))
+        return normed.flatten(2).to(read.dtype)
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
 
 
 def _ages(documents: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.layers.attention import Attention, SelfAttention
 from megacore.layers.latent_attention import LatentAttention
-from megacore.layers.linear_attention import GatedDeltaNet
+from megacore.layers.linear_attention import GatedDeltaNet, LinearAttention, Mamba2
 from megacore.layers.norm import (
     JointHeadNorm,
     LayerNorm,
@@ -159,14 +159,14 @@ class LatentAttentionOfBlocks(AttentionOfBlocks, LatentAttention):
         return self.blocks.copies(shared, len(self.blocks.held), of_key.dtype, heads=of_key.shape[2])
 
 
-class GatedDeltaNetOfBlocks(GatedDeltaNet):
+class LinearAttentionOfBlocks(LinearAttention):
     """Every block of heads by itself, with a copy of the rates, whose gradients are added over the blocks."""
 
     blocks: Blocks
 
     def adopt(self) -> None:
-        assert isinstance(self.value_norm, LayerNormOfBlocks)
-        self.value_norm.of_heads = True
+        if isinstance(self.value_norm, LayerNormOfBlocks):
+            self.value_norm.of_heads = True
 
     def _entered(self, rates: Tensor) -> Tensor:
         return self.blocks.shared(rates.contiguous()).float()
@@ -175,12 +175,18 @@ class GatedDeltaNetOfBlocks(GatedDeltaNet):
         held, dtype = self.blocks.held, projected.dtype
         copies = self.blocks.copies(rates.unsqueeze(2), len(held), dtype, heads=len(held)).unbind(2)
         of_blocks = [copy.chunk(self.blocks.count, -1)[number] for copy, number in zip(copies, held, strict=True)]
-        parameters = [
-            self.blocks.of_rank(one, 0).chunk(len(held)) for one in (self.conv, self.log_decay, self.decay_bias)
-        ]
+        parameters = [self.blocks.of_rank(getattr(self, name), 0).chunk(len(held)) for name in self.of_heads]
         parts = zip(self.blocks.split(projected, -1), of_blocks, zip(*parameters, strict=True), strict=True)
         read = joined_blocks([self.read(*part, documents) for part in parts], 2)
-        return self.let_through(read, projected)
+        return self.gated(read, projected)
+
+
+class GatedDeltaNetOfBlocks(LinearAttentionOfBlocks, GatedDeltaNet):
+    """The same of Gated DeltaNet."""
+
+
+class Mamba2OfBlocks(LinearAttentionOfBlocks, Mamba2):
+    """The same of Mamba-2."""
 
 
 _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
@@ -192,6 +198,7 @@ _OF_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     SelfAttention: SelfAttentionOfBlocks,
     LatentAttention: LatentAttentionOfBlocks,
     GatedDeltaNet: GatedDeltaNetOfBlocks,
+    Mamba2: Mamba2OfBlocks,
 }
 
 
@@ -201,5 +208,5 @@ def make_reproducible(layer: nn.Module, blocks: Blocks) -> None:
         return
     reproducible.exchange(layer, blocks, reproducible.OF_BLOCKS | _OF_BLOCKS)
     for module in layer.modules():
-        if isinstance(module, AttentionOfBlocks | GatedDeltaNetOfBlocks):
+        if isinstance(module, AttentionOfBlocks | LinearAttentionOfBlocks):
             module.adopt()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS
+from megacore.config.layer_pattern import FULL, LINEAR, MAMBA, WINDOW, WITHOUT_POSITIONS
 from megacore.config.rope_factors import parse_factors
 from megacore.parallel.context import WHOLE, SequenceShards
 
@@ -206,4 +206,4 @@ def rotaries_of(config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Mapp
     local = usual
     if usual is not None and config.window_rotary_base is not None and config.layer_pattern is not None:
         local = Rotary(usual.dimensions, base=config.window_rotary_base, sequence=sequence)
-    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None, LINEAR: None}
+    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None, LINEAR: None, MAMBA: None}

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal
 
 from megacore.config import LoraConfig, ResolvedModel
-from megacore.config.layer_pattern import LINEAR, WINDOW, WITHOUT_POSITIONS
+from megacore.config.layer_pattern import LINEAR, MAMBA, WINDOW, WITHOUT_POSITIONS
 from megacore.config.lora import adapter_parameters
 from megacore.models.size import active_parameters, attention_matrices, block_parameters, short_matrices
 
@@ -56,8 +56,8 @@ def block_of_kind(config: ResolvedModel, kind: str) -> ResolvedModel:
     if config.layer_pattern is None or kind == WINDOW:
         return config
     full = without_window(config)
-    if kind == LINEAR:
-        return dataclasses.replace(full, layer_pattern=LINEAR, position_embedding_type="none")
+    if kind in (LINEAR, MAMBA):
+        return dataclasses.replace(full, layer_pattern=kind, position_embedding_type="none")
     return dataclasses.replace(full, position_embedding_type="none") if kind == WITHOUT_POSITIONS else full
 
 
@@ -75,8 +75,8 @@ def without_experts(config: ResolvedModel) -> ResolvedModel:
 
 def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention = "full") -> float:
     """Operations of one block's forward for one token: its products, q k^T and the mix of v. With a window no more keys
-    than it holds are counted; causal attention sees half of them where it holds all. Linear attention reads its state
-    twice, and writes it."""
+    than it holds are counted; causal attention sees half of them where it holds all. Linear attention writes its state,
+    and reads it twice, Mamba-2 once."""
     h, n = config.hidden_size, config.num_attention_heads
     matrices = (*attention_matrices(config).values(), *short_matrices(config))
     projections = 2.0 * sum(rows * columns for rows, columns in matrices)
@@ -95,7 +95,7 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
 def linear_flops(config: ResolvedModel) -> float:
     """Operations of linear attention between its projections for one token."""
     features, values = config.linear_widths
-    mixing = 6.0 * values * config.linear_key_head_dim
+    mixing = (4.0 if config.is_mamba else 6.0) * values * config.linear_key_head_dim
     return mixing + 2.0 * (2 * features + values) * config.linear_conv_kernel_dim
 
 

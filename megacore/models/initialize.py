@@ -79,9 +79,10 @@ def initialize(
     | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
     | every other matrix, both embeddings, sinks | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
     | vocabulary padding | 0 | it never takes part in a result |
-    | linear attention: convolution | even within 1 / sqrt(positions) | as torch does |
+    | linear attention: convolution, its bias | even within 1 / sqrt(positions) | as torch does |
     | linear attention: decay | log of 1 to 16, even | as in Mamba-2 (arXiv 2405.21060) |
-    | linear attention: its bias | steps of 0.001 to 0.1, even in their log, before softplus | as in Mamba-2 |
+    | linear attention: the skip of values | 1 | as in Mamba-2 |
+    | linear attention: bias of decay | steps of 0.001 to 0.1, even in their log, before softplus | as in Mamba-2 |
     | A of adapters | even within 1 / sqrt(inputs) | as PEFT does; B is 0, so that they add nothing at first |
     | with muP, matrices of blocks | the above / sqrt(width ratio) | outputs as large as at the base width |
     """
@@ -94,8 +95,11 @@ def initialize(
                 uniform_slice(parameter.spec, seed=seed, bound=bound, out=parameter.spec.unpadded(parameter))
         elif name.endswith("norm.weight"):
             parameter.fill_(0.0 if config.layernorm_1p and not name.endswith("value_norm.weight") else 1.0)
-        elif name.endswith(".conv"):
-            uniform_slice(parameter.spec, seed=seed, bound=1 / math.sqrt(parameter.spec.shape[-1]), out=parameter)
+        elif name.endswith((".conv", ".conv_bias")):
+            bound = 1 / math.sqrt(config.linear_conv_kernel_dim)
+            uniform_slice(parameter.spec, seed=seed, bound=bound, out=parameter)
+        elif name.endswith(".skip"):
+            parameter.fill_(1.0)
         elif name.endswith(("log_decay", "decay_bias")):
             _initialize_decay(parameter, seed=seed)
         elif not name.endswith("bias"):

@@ -36,9 +36,10 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
     projected = (heads * (1 + config.attention_output_gate) + 2 * config.query_groups) * config.head_size
     split_biases = into * f if config.mlp_bias else 0
     whole_biases = config.mlp_bias * h
-    if config.is_linear:  # the convolution, and two numbers of each head's decay
-        keys, values = config.linear_widths
-        split_biases += (2 * keys + values) * config.linear_conv_kernel_dim + 2 * config.linear_num_value_heads
+    if config.is_linear:  # the convolution, two numbers of each head's decay; of Mamba-2 a bias, and a third number
+        (keys, values), mamba = config.linear_widths, config.is_mamba
+        split_biases += (2 * keys + values) * (config.linear_conv_kernel_dim + mamba)
+        split_biases += (2 + mamba) * config.linear_num_value_heads
     else:
         split_biases += (projected if config.qkv_bias else 0) + (heads if config.softmax_type == "learnable" else 0)
         whole_biases += config.attention_output_bias * h
@@ -72,7 +73,7 @@ def attention_matrices(config: ResolvedModel) -> dict[str, tuple[int, int]]:
 def short_matrices(config: ResolvedModel) -> list[tuple[int, int]]:
     """Those that every rank holds: h -> the short vectors of latent attention, the rates of linear attention."""
     if config.is_linear:
-        return [(2 * config.linear_num_value_heads, config.hidden_size)]
+        return [(config.linear_rates, config.hidden_size)]
     if not config.multi_latent_attention:
         return []
     widths = [*filter(None, [config.q_lora_rank]), config.kv_lora_rank + config.qk_rope_head_dim]
@@ -151,7 +152,7 @@ def head_norm_parameters(config: ResolvedModel) -> int:
     """The norms of queries and of keys: one for all heads, one for each, or of all together; or of short vectors; or
     that of the values of linear attention."""
     if config.is_linear:
-        return config.linear_value_head_dim
+        return config.linear_widths[1] if config.is_mamba else config.linear_value_head_dim
     if not config.qk_layernorm:
         return 0
     if config.multi_latent_attention:

@@ -22,7 +22,7 @@ from megacore.ops.attention import (
     resolved,
     slower_attention,
 )
-from megacore.ops.delta_rule import causal_convolution, gated_delta_rule
+from megacore.ops.delta_rule import causal_convolution, gated_delta_rule, passed_on
 from megacore.ops.dispatch import (
     Choice,
     choose_kernels,
@@ -77,6 +77,7 @@ __all__ = [
     "layer_norm",
     "norm_and_sum",
     "on_accelerator",
+    "passed_on",
     "rms_norm",
     "rotary",
     "slower_attention",

@@ -11,7 +11,11 @@ with A_i = a_1 ... a_i, position i writes k_i u_i^T, and what it writes solves a
 So U = Y - W S_0 with Y and W that need no state, and a chunk makes of a state M S_0 + N. All but the states before the
 chunks, one small product each, is computed for all chunks at once.
 
-Shape legend: b micro-batch, n heads, s sequence, k and v sizes of a head's key and value, c chunks of i positions.
+The recurrence of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 6) corrects nothing: S_t = a_t S_{t-1} + b_t k_t
+v_t^T. There u_i = b_i v_i, W is zero, and M a number, the decay of the chunk.
+
+Shape legend: b micro-batch, n = g r heads, r to a query and a key, s sequence, k and v sizes of a head's key and value,
+c chunks of i positions.
 """
 
 from __future__ import annotations
@@ -34,57 +38,74 @@ def gated_delta_rule(
     rate: Tensor,
     starts: Tensor | None = None,
     before: Callable[[Tensor], Tensor] | None = None,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The outputs o [b, n, s, v] and the state after the last position [b, n, k, v], in fp32.
 
     Args:
-        query: [b, n, s, k], already scaled.
-        key: [b, n, s, k], of length 1.
-        value: [b, n, s, v].
+        query: [b, g, s, k], already scaled.
+        key: [b, g, s, k], of length 1 where it corrects.
+        value: [b, n, s, v], of the r heads that share a query and a key side by side.
         decay: log a, at most 0, [b, n, s].
-        rate: b, between 0 and 1, [b, n, s].
+        rate: b, at least 0, and at most 1 where it corrects, [b, n, s].
         starts: [b, s] bool, the first positions of documents, which read nothing from before. None: there are none.
         before: gives the state [b, n, k, v] before the first position from what these positions make of any state,
-            [b, n, k, v + k]: N and M side by side. None: it is zero.
+            [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
+        corrects: whether a position erases what the state holds for its key, as the delta rule; else Mamba-2's.
     """
-    (s, wide), size = value.shape[2:], min(_CHUNK, value.shape[2])
+    (s, wide), size, groups = value.shape[2:], min(_CHUNK, value.shape[2]), key.shape[1]
     padding = -s % size  # positions that write nothing and do not decay
     query, key, value = (F.pad(x.float(), (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (query, key, value))
     decay, rate = (F.pad(x.float(), (0, padding)).unflatten(2, (-1, size)) for x in (decay, rate))
-    logs = decay.cumsum(-1)  # log A, [b, n, c, i]
+    value, decay, rate = (x.unflatten(1, (groups, -1)) for x in (value, decay, rate.unsqueeze(-1)))
     sees = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-    enters, stays = logs.exp(), (logs[..., -1:] - logs).exp()  # of S_0 at a position, of a position at the end
+    # log A_i / A_j. Each is a sum of its own: the difference of two long sums has lost digits.
+    logs = decay.unsqueeze(-1).where(sees.tril(-1), 0.0).cumsum(-2)
+    enters, stays = decay.cumsum(-1).exp(), logs[..., -1, :].exp()  # of S_0 at a position, of a position at the end
     if starts is not None:
-        documents = F.pad(starts, (0, padding)).unflatten(1, (-1, size)).cumsum(-1).unsqueeze(1)  # [b, 1, c, i]
+        documents = F.pad(starts, (0, padding)).unflatten(1, (-1, size)).cumsum(-1)[:, None, None]  # [b, 1, 1, c, i]
         sees = sees & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
         enters = enters.masked_fill(documents > 0, 0.0)
         stays = stays.masked_fill(documents != documents[..., -1:], 0.0)
-    # Masked before exp: the other half of the differences may be too large for it.
-    ratios = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(~sees, -torch.inf).exp()  # A_i / A_j
-    system = key @ key.mT * ratios * rate.unsqueeze(-1)
-    known = torch.cat([value, key * enters.unsqueeze(-1)], -1) * rate.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    writes, erases = solved.split([wide, key.shape[-1]], -1)  # Y and W
-    last = (key * stays.unsqueeze(-1)).mT
-    eye = torch.eye(key.shape[-1], device=key.device)
-    passes = enters[..., -1, None, None] * eye - last @ erases  # M, [b, n, c, k, k]
-    makes = last @ writes  # N, [b, n, c, k, v]
-    state = torch.zeros_like(makes[:, :, 0])
+    ratios = logs.exp().masked_fill(~sees, 0.0)  # A_i / A_j
+    enters, stays = enters.unsqueeze(-1), stays.unsqueeze(-1)
+    if corrects:
+        of_heads = key.unsqueeze(2)
+        system = (key @ key.mT).unsqueeze(2) * ratios * rate
+        known = torch.cat([value, of_heads * enters], -1) * rate
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        writes, erases = solved.split([wide, key.shape[-1]], -1)  # Y and W
+        last, unit = (of_heads * stays).mT, torch.eye(key.shape[-1], device=key.device)
+        passes = enters[..., -1:, :] * unit - last @ erases  # M, [b, g, r, c, k, k]
+        makes = last @ writes  # N, [b, g, r, c, k, v]
+    else:  # one product for all heads that share a key
+        writes, unit = value * rate, torch.ones(key.shape[-1], 1, device=key.device)
+        passes = enters[..., -1:, :] * unit  # the diagonal of M, [b, g, r, c, k, 1]
+        makes = torch.einsum("bgcik,bgrciv->bgrckv", key, writes * stays)
+    state = torch.zeros_like(makes[:, :, :, 0])
     if before is not None:
-        state = torch.cat([state, eye.expand_as(passes[:, :, 0])], -1)
-        makes = F.pad(makes, (0, key.shape[-1]))
+        state = torch.cat([state, unit.expand_as(passes[:, :, :, 0])], -1)
+        makes = F.pad(makes, (0, unit.shape[-1]))
     states = [state]
-    for number in range(makes.shape[2]):
-        states.append(makes[:, :, number] + passes[:, :, number] @ states[-1])
+    for number in range(makes.shape[3]):
+        states.append(makes[:, :, :, number] + passed_on(passes[:, :, :, number], states[-1]))
     *entering, final = states
-    held = torch.stack(entering, 2)
+    held = torch.stack(entering, 3)
     if before is not None:
-        first = before(final)
-        final = final[..., :wide] + final[..., wide:] @ first
-        held = held[..., :wide] + held[..., wide:] @ first.unsqueeze(2)
-    written = writes - erases @ held
-    out = query * enters.unsqueeze(-1) @ held + query @ key.mT * ratios @ written
-    return out.flatten(2, 3)[:, :, :s], final
+        first = before(final.flatten(1, 2)).unflatten(1, (groups, -1))
+        final = final[..., :wide] + passed_on(final[..., wide:], first)
+        held = held[..., :wide] + passed_on(held[..., wide:], first.unsqueeze(3))
+    if corrects:
+        writes, out = writes - erases @ held, query.unsqueeze(2) * enters @ held
+    else:
+        out = torch.einsum("bgcik,bgrckv->bgrciv", query, held) * enters
+    out = out + (query @ key.mT).unsqueeze(2) * ratios @ writes
+    return out.flatten(1, 2).flatten(2, 3)[:, :, :s], final.flatten(1, 2)
+
+
+def passed_on(passes: Tensor, state: Tensor) -> Tensor:
+    """M S, [..., k, v], of M [..., k, k], or of its diagonal [..., k, 1], where there is nothing beside it."""
+    return passes @ state if passes.shape[-1] > 1 else passes * state
 
 
 def causal_convolution(x: Tensor, weight: Tensor, *, before: Tensor | None = None, age: Tensor | None = None) -> Tensor:

@@ -70,14 +70,16 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
 def linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
     """Of linear attention for a token. It keeps what the norm and the gate of its result read and give; selective
     recomputation keeps what is projected and the result. In fp32 (ops/delta_rule.py) what the convolution reads and
-    gives, queries and keys of every head in six forms, values in three, and of a chunk of 64 positions six matrices of
-    its own size, one that passes states on, and two states."""
+    gives, queries and keys of a group, keys and values of every head in some forms, and of a chunk of 64 positions
+    matrices of its own size, one that passes states on, and states."""
     keys, values = block.linear_widths
     if not kept:
         return e * (2.0 * keys + 3.0 * values)
     k, v = block.linear_key_head_dim, block.linear_value_head_dim
-    of_head = 6 * k + 3 * v + 6 * 64 + k * (k + 2 * v) / 64
-    return 5.0 * e * values + 4.0 * (3 * (2 * keys + values) + block.linear_num_value_heads * of_head)
+    of_keys, of_head = 9 * keys, 2.5 * k + 4 * v + 7 * 64 + k * (k + 2.2 * v) / 64
+    if block.is_mamba:
+        of_keys, of_head = 6 * keys, 7 * v + 3.25 * 64 + 1.6 * k * v / 64
+    return 5.0 * e * values + 4.0 * (3 * (2 * keys + values) + of_keys + block.linear_num_value_heads * of_head)
 
 
 @once_per("layers")

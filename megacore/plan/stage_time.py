@@ -246,6 +246,8 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
         # is kept written and read.
         k, v, c = block.linear_key_head_dim, block.linear_value_head_dim, 64
         flops = c * (5 * k + 3 * v) + 2 * k * (k + 3 * v) + 2 * k * k * v / c
+        if block.is_mamba:  # which solves nothing
+            flops = 2 * c * (k + v) + 4 * k * v
         peak = min(speed.cluster.peak("fp32") or speed.peak, speed.peak)
         peak *= speed.cluster.device.product_efficiency.of(speed.case)
         least = tokens * block.linear_num_value_heads * flops / t / peak + 2 * speed.launch * config.rank_positions / c

@@ -283,7 +283,8 @@ def _add_context_traffic(passes: _Passes, layer: ModelLayer) -> None:
         # state; two chunks of each rank.
         features, values = block.linear_widths
         k, v = block.linear_key_head_dim, block.linear_value_head_dim
-        tails, states = e * (block.linear_conv_kernel_dim - 1) * (2 * features + values), 4 * k * (k + v)
+        tails, passes_on = e * (block.linear_conv_kernel_dim - 1) * (2 * features + values), 1 if block.is_mamba else k
+        states = 4 * k * (passes_on + v)
         for what, size in {"ends of chunks": tails, "states": block.linear_num_value_heads * states}.items():
             add("sequence", "all-gather", what, 2.0 * ranks * b * size / t, forward=1, again=1, selective=1)
             add("sequence", "reduce-scatter", what, 2.0 * ranks * b * size / t, backward=1)
@@ -349,7 +350,7 @@ def _add_tensor_traffic(passes: _Passes, layer: ModelLayer) -> None:
     add("layer", summing, "activations", numbers * summed, backward=entering, **counts)
     if layer.block is not None and layer.block.is_linear:
         # Its rates, which every rank projects from its positions, and their gradients.
-        size = e * float(tokens) * 2 * layer.block.linear_num_value_heads
+        size = e * float(tokens) * layer.block.linear_rates
         add("layer", "all-gather", "rates", size, forward=split, again=split)
         add("layer", summing, "rates", size, backward=1)
 

@@ -58,7 +58,7 @@ def test_what_layers_cannot_compute_is_refused_where_they_are_built() -> None:
     config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=8).resolve(seq_length=12)
     with pytest.raises(UserError, match=r"ulysses divides the 4 query heads .* 3, .*: use --cp-comm ring"):
         SelfAttention(config, context, "attention")
-    with pytest.raises(UserError, match="--layer-pattern f,q: 'q' is not known: use w, f, n or l, with"):
+    with pytest.raises(UserError, match="--layer-pattern f,q: 'q' is not known: use w, f, n, l or m, with"):
         dataclasses.replace(config, layer_pattern="f,q").attention_kinds  # noqa: B018
     linear = dataclasses.replace(config, layer_pattern="l")
     block = TransformerBlock(linear, context, "blocks.0", attention=SelfAttention)

@@ -35,6 +35,7 @@ _PARTS: Mapping[str, Callable[..., Part]] = {
     "heads_as_wide_as_hidden_size": experts.HeadsAsWideAsHiddenSize,
     "qwen_windows": kinds_of_layers.QwenWindows,
     "linear_layers": kinds_of_layers.LinearLayers,
+    "mamba_layers": kinds_of_layers.MambaLayers,
     "latent_attention": experts.LatentAttention,
     "layers_without_positions": kinds_of_layers.LayersWithoutPositions,
     "one_key_for_all_heads": decoders.OneKeyForAllHeads,

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megacore.config import ResolvedModel
-from megacore.config.layer_pattern import FULL, LINEAR, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
+from megacore.config import ModelConfig, ResolvedModel
+from megacore.config.fields import field_infos
+from megacore.config.layer_pattern import FULL, LINEAR, MAMBA, WINDOW, WITHOUT_POSITIONS, pattern_of, repeated
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.rows import read_window
 
 _LETTERS = {"sliding_attention": WINDOW, "full_attention": FULL, "linear_attention": LINEAR}
+_LETTERS |= {"attention": FULL, "mamba": LINEAR}  # as older files have them
 _MOST = 10_000  # layers
 
 
@@ -58,6 +60,33 @@ class LinearLayers:
         return {"layer_types": write_layer_types(config)}
 
 
+class MambaLayers:
+    """Granite 4's: Mamba-2 in all layers without full attention; where there are none, its sizes mean nothing."""
+
+    def read(self, reader: ConfigReader, ours: Mapping[str, Any]) -> dict[str, Any]:
+        reader.only("num_local_experts", (0,), 8)
+        layers, heads = ours["num_layers"], ours["linear_num_value_heads"]
+        kinds = read_layer_types(reader, layers, LINEAR) or repeated(LINEAR, min(layers, _MOST))
+        expand, size = reader.count("mamba_expand", 2, "times hidden_size"), reader.get("mamba_d_head", "auto")
+        if LINEAR not in kinds:
+            unset = {
+                name: info.default for name, info in field_infos(ModelConfig).items() if name.startswith("linear_")
+            }
+            return pattern_fields(kinds, None) | unset
+        wide = (expand or 1) * ours["hidden_size"]
+        if heads > 0 and (wide % heads or size not in ("auto", wide // heads)):
+            reader.problem("mamba_d_head", f"is not mamba_expand x hidden_size / mamba_n_heads, {wide} / {heads}")
+        values = {"linear_value_head_dim": max(wide // max(heads, 1), 1)}
+        return pattern_fields(kinds.replace(LINEAR, MAMBA), None) | values
+
+    def write(self, config: ResolvedModel) -> dict[str, Any]:
+        if not config.has_linear:  # transformers wants valid sizes, also where there are no such layers
+            return {}
+        expand = config.linear_widths[1] // config.hidden_size
+        values = {"mamba_d_head": config.linear_value_head_dim, "mamba_expand": expand, "num_local_experts": 0}
+        return {"layer_types": write_layer_types(config), **values}
+
+
 def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
     """ModelConfig's fields for blocks of these kinds, a letter each; `window` is of those that have one."""
     is_mixed = len(set(kinds)) > 1 or kinds.strip(WINDOW + FULL) != ""
@@ -70,7 +99,7 @@ def pattern_fields(kinds: str, window: int | None) -> dict[str, Any]:
 def write_layer_types(config: ResolvedModel, full: str = FULL) -> list[str] | None:
     """`layer_types` of a model; None where it has layers of other kinds. `full`: the letter of the family's layers of
     full attention."""
-    names = {WINDOW: "sliding_attention", LINEAR: "linear_attention", full: "full_attention"}
+    names = {WINDOW: "sliding_attention", full: "full_attention", **dict.fromkeys(LINEAR + MAMBA, "linear_attention")}
     kinds = config.attention_kinds
     return [names[one] for one in kinds] if set(kinds) <= names.keys() else None
 

@@ -159,6 +159,7 @@ class Rope:
     check_share: bool = True  # refuse another share than the whole, where `share` is None
     # Default of the context before scaling, of a family that has it outside the rope parameters.
     original: int | None = None
+    if_named: bool = False  # no positions but where `position_embedding_type` says rope
     renamed: Mapping[str, str] = field(default_factory=dict)  # as for `read_rope`
     usual: Mapping[str, Any] = field(default_factory=dict)  # rope parameters that transformers takes where it has none
 
@@ -179,10 +180,13 @@ class Rope:
                     "partial_rotary_factor", f"is {fields['rotary_percent']}, but this family rotates whole heads"
                 )
             reader.only("partial_rotary_factor", (1.0, 1, None))
+        if self.if_named and reader.get("position_embedding_type") != "rope":
+            return {"position_embedding_type": "none"}
         return fields
 
     def write(self, config: ResolvedModel) -> dict[str, Any]:
-        return write_rope(config, share=self.share is not None)
+        named = {"position_embedding_type": "rope" if config.position_embedding_type == "rope" else "nope"}
+        return write_rope(config, share=self.share is not None) | (named if self.if_named else {})
 
 
 class OriginalContext:

@@ -113,11 +113,22 @@ def _gated_sizes(config: ResolvedModel) -> tuple[int, ...]:
     return 2 * query, key, value
 
 
-def _group_runs(config: ResolvedModel) -> Iterator[Run]:
-    (keys, values), groups = config.linear_widths, config.linear_num_key_heads
-    for g in range(groups):
-        for offset, size in ((0, keys // groups), (keys, keys // groups), (2 * keys, values // groups)):
-            yield Run(source=0, start=offset + g * size, stop=offset + (g + 1) * size)
+def _groups_of(stacked: str, *order: int) -> Layout:
+    """By group of linear attention. `stacked`: what one source has, k for the features of all keys, v for those of all
+    values, a for a number of each value head. `order`: the numbers of those of which a group has its share."""
+
+    def widths(config: ResolvedModel) -> list[int]:
+        of = dict(zip("kva", (*config.linear_widths, config.linear_num_value_heads), strict=True))
+        return [of[part] for part in stacked]
+
+    def runs(config: ResolvedModel) -> Iterator[Run]:
+        rows, groups = widths(config), config.linear_num_key_heads
+        for g in range(groups):
+            for part in order:
+                start, size = sum(rows[:part]), rows[part] // groups
+                yield Run(source=0, start=start + g * size, stop=start + (g + 1) * size)
+
+    return Layout(lambda config: (sum(widths(config)),), runs)
 
 
 def _latent_query_runs(config: ResolvedModel) -> Iterator[Run]:
@@ -164,7 +175,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "second_of_pairs": _of_pair(1),
     "gated_q_k_v": Layout(_gated_sizes, _gated_q_k_v_runs),
     "gates_of_queries": Layout(lambda config: _gated_sizes(config)[:1], _gate_runs),
-    "stacked_groups": Layout(lambda config: (2 * config.linear_widths[0] + config.linear_widths[1],), _group_runs),
+    "stacked_groups": _groups_of("kkv", 0, 1, 2),
+    "mamba_conv": _groups_of("vkk", 2, 1, 0),
+    "mamba_groups": _groups_of("vvkka", 3, 2, 1, 0),
+    "mamba_steps": _groups_of("vvkka", 4),
     "latent_queries": Layout(lambda config: (config.num_attention_heads * config.head_size,), _latent_query_runs),
     "latent_keys_and_values": Layout(
         lambda config: (config.kv_lora_rank + config.qk_rope_head_dim,), _latent_key_value_runs
