@@ -221,13 +221,14 @@ def cache_home() -> Path | None:
     return None
 
 
-def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
+def take_lock(descriptor: int, *, patience: float = 0.0, shared: bool = False) -> bool:
     """Lock an open file or directory until it is closed or the process ends; whether it is locked: some file systems
-    know no locks. `patience`: seconds to wait for another holder, before BlockingIOError."""
+    know no locks. `patience`: seconds to wait for another holder, before BlockingIOError. `shared`: with others that
+    share it."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= deadline:

@@ -92,8 +92,8 @@ class NodeMemory:
     def __init__(self, environment: Mapping[str, str], output_dir: str, rank: int) -> None:
         self.path = job_directory(_PURPOSE, environment, output_dir)
         for other in job_directories(_PURPOSE):
-            if other != self.path and not _is_kept(other):
-                shutil.rmtree(other, ignore_errors=True)
+            if other != self.path:
+                _remove_unless_kept(other)
         self._output_dir = os.path.abspath(output_dir)
         self._lock = self.path / f"keeper-{rank}.lock"
         while not self._locked():  # a keeper that leaves, or one of another job, removes it meanwhile
@@ -101,13 +101,15 @@ class NodeMemory:
         self.node = self._named()
 
     def _locked(self) -> bool:
-        make(self.path)
         with contextlib.suppress(FileNotFoundError):
-            self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
-            if os.path.samestat(self._lock.stat(), os.fstat(self._descriptor)):
+            make(self.path)
+            self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            take_lock(self._held, patience=5.0, shared=True)
+            if os.path.samestat(self.path.stat(), os.fstat(self._held)):  # nobody removes it any more
+                self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                take_lock(self._descriptor, patience=5.0)  # a child of a killed keeper may still end
                 return True
-            os.close(self._descriptor)
+            os.close(self._held)
         return False
 
     def _named(self) -> str:
@@ -129,8 +131,8 @@ class NodeMemory:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
             self._lock.unlink()
-        if not _is_kept(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._held)
+        _remove_unless_kept(self.path)
 
     def inventory(self) -> Inventory:
         """What is here, of which nothing is checked yet."""
@@ -265,18 +267,15 @@ def remove_older(directory: Path, generation: int, *, kept: str | None = None) -
             shutil.rmtree(slot, ignore_errors=True)
 
 
-def _is_kept(directory: Path) -> bool:
-    """Whether a keeper of this memory lives."""
-    for path in directory.glob("keeper-*.lock"):
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                take_lock(descriptor)
-            except BlockingIOError:
-                return True
-            finally:
-                os.close(descriptor)
-    return False
+def _remove_unless_kept(directory: Path) -> None:
+    """Remove a memory, unless a keeper of it lives: each shares the lock of the directory."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            take_lock(descriptor)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def _records(slot: Path) -> dict[int, dict[str, Any]]:
