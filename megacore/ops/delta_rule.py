@@ -53,6 +53,8 @@ def gated_delta_rule(
             [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
         corrects: whether a position erases what the state holds for its key, as the delta rule; else Mamba-2's.
     """
+    if corrects:
+        query, key = (x.repeat_interleave(value.shape[1] // key.shape[1], 1) for x in (query, key))
     (s, wide), size, groups = value.shape[2:], min(_CHUNK, value.shape[2]), key.shape[1]
     padding = -s % size  # positions that write nothing and do not decay
     query, key, value = (F.pad(x.float(), (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (query, key, value))
