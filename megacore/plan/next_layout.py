@@ -40,7 +40,9 @@ class Measured:
     seconds: float
 
 
-def next_layout(measured: Sequence[Measured], *, device_name: str) -> Measured | None:
+def next_layout(
+    measured: Sequence[Measured], *, device_name: str, failed: Sequence[ResolvedConfig] = ()
+) -> Measured | None:
     """The settings that are expected to be the fastest, with the seconds that are expected, of those that are not
     measured yet; None where none may be faster than the fastest that is. The number of ranks and the global batch stay,
     and with --reproducible every bit.
@@ -48,6 +50,7 @@ def next_layout(measured: Sequence[Measured], *, device_name: str) -> Measured |
     Args:
         measured: of one run, at least those that it has begun with.
         device_name: of the first rank's device, as its driver says; `cpu` on a CPU.
+        failed: settings that are not to be tried again.
     """
     config = measured[0].config
     if (cluster := _calibrated(measured[0], device_name)) is None:
@@ -61,7 +64,8 @@ def next_layout(measured: Sequence[Measured], *, device_name: str) -> Measured |
     # Another size of the microbatch rounds otherwise.
     fixed = {"micro_batch_size": config.training.micro_batch_size} if config.training.reproducible else {}
     found = search(config, cluster, Constraints(world_size=config.parallel.ranks, fixed=fixed))
-    known, error = {layout_flags(one.config) for one in measured}, max(_ERROR, 2 * float(abs(longer).max()))
+    known = {layout_flags(one) for one in (*failed, *(one.config for one in measured))}
+    error = max(_ERROR, 2 * float(abs(longer).max()))
     limit = min(one.seconds for one in measured) * math.exp(error)
     others = [
         Measured(config=layout.config, seconds=layout.seconds)
@@ -71,7 +75,10 @@ def next_layout(measured: Sequence[Measured], *, device_name: str) -> Measured |
     # By turns new degrees come first, of which least is known; and always shapes that are not measured.
     explores, degrees = len(measured) % 2 == 1, [_degrees(one.config) for one in measured]
     others.sort(
-        key=lambda one: (explores and _degrees(one.config) in degrees, layout_of(one.config) in rows, one.seconds)
+        key=lambda one: (
+            *(explores and _degrees(one.config) in degrees, layout_of(one.config) in rows),
+            *(one.seconds, one.config.parallel.zero_stage),
+        )
     )
     return next((one for one in others if not violations(one.config, config.parallel.ranks)), None)
 

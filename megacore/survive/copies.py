@@ -144,6 +144,10 @@ class NodeMemory:
             slots.append(Slot(step=step, name=name, ranks=ranks, parts=list(records), bytes=size))
         return Inventory(slots=slots, problems=[], free=shutil.disk_usage(self.path).free)
 
+    def newest_step(self) -> int:
+        """The newest step of which anything is here, or 0."""
+        return max((step for step, _, _ in self._candidates()), default=0)
+
     def check(self, known: Inventory, name: str, beat: Callable[[], None] = lambda: None) -> Inventory:
         """What is here without the damaged parts of a slot, which is checked. `beat`: called now and then meanwhile."""
         slots, problems = list(known.slots), list(known.problems)

@@ -167,6 +167,10 @@ class Keeper:
         """That train with other values of the run's settings."""
         return self._config.with_values(values).parallel.ranks
 
+    def _is_trial(self, plan: Plan, step: int) -> bool:
+        """Whether a generation that has this step in memory still measures what --retune tries."""
+        return plan.fallback is not None and step <= plan.step + self._config.watch.retune_after
+
     def _lacks(self, plan: Plan) -> bool:
         """Whether a generation has fewer ranks than the run has asked for."""
         return len(plan.members) < self._config.parallel.ranks
@@ -281,13 +285,19 @@ class Keeper:
         # As where a device is broken: without it the others may go on.
         bad = [rank for rank in sorted(here) if _rests(rank, blamed)]
         fit = [rank for rank in sorted(here) if rank not in bad]
-        values, asked, tuning = layout_for(self._config, len(fit)), over["asked"] or {}, None
-        chosen = asked["values"] if asked else before.values
-        if not asked and before.fallback is not None and step <= before.step + self._config.watch.retune_after:
-            chosen = before.fallback
+        values, asked = layout_for(self._config, len(fit)), over["asked"] or {}
+        chosen, tuning = asked.get("values", before.values), asked.get("tuning", before.tuning)
+        if has_failed := not asked and tuning is not None and self._is_trial(before, step):
+            *tried, last = tuning["tried"]
+            chosen, tuning = before.fallback, {"tried": tried, "failed": [*tuning["failed"], last["values"]]}
+        elif not asked and step > before.step + self._config.watch.retune_after:  # what it has decided stays
+            tuning = tuning and {**tuning, "tried": []}
         # What was chosen for so many ranks stays.
         if values is not None and self._ranks(chosen) == self._ranks(values):
-            values, tuning = chosen, asked["tuning"] if asked else before.tuning and {}
+            values = chosen
+            cause += " with settings that --retune tried, and does not try again" if has_failed else ""
+        else:
+            tuning = None
         why = ""
         if len(blamed) >= _MOST_TRIES or not fit:
             why = f"it has failed {len(blamed)} times after step {step}"
@@ -413,7 +423,8 @@ class Keeper:
                 elif ended == EXIT_ASKS:
                     asked = json.loads((self.memory.path / ASKED).read_bytes())
                     meeting.end(generation, asked["cause"], asked=asked)
-                elif ended > 0 and plan.fallback is not None:  # settings that are tried may need too much memory
+                # Settings that are tried may need too much memory; other causes come again, or are to be looked at.
+                elif ended in (EXIT_FAILED, EXIT_REFUSED) and self._is_trial(plan, self.memory.newest_step()):
                     meeting.end(generation, f"rank {plan.members.index(meeting.rank)} failed")
                 elif how := f"was ended by {_name(self.signal)}" if was_told else child.failure():
                     blamed = NOBODY if was_told or ended == EXIT_HUNG else meeting.rank  # who hangs does not end first

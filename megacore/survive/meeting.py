@@ -45,7 +45,7 @@ class Plan:
     made: float = 0.0  # when the plan was made, likewise
     asked: bool = False  # whether the run has asked for it, and nothing failed
     fallback: dict[str, Any] | None = None  # `values` for the next one, if this fails before `values` are measured
-    tuning: dict[str, Any] | None = None  # what --retune (retune.py) has measured; None: nothing, and empty: all
+    tuning: dict[str, Any] | None = None  # `tried` and `failed` of --retune (retune.py); None: nothing is measured
     refused: str = ""  # why the run ends instead
     lines: Sequence[str] = ()  # to say of it
 

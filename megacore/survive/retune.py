@@ -1,7 +1,7 @@
 """Other settings while a run trains (`--retune`): it measures its steps, asks the planner which layout, micro-batch or
 recomputation could be faster, and trains some steps with each. Nothing is lost by that: they are steps of the run, on
-the same batches. The measured best stays. Each change is a new generation, as after a failure, from the state in
-memory; what has been measured goes on in its plan (meeting.py)."""
+the same batches. Only whole batches are measured, after a ramp. The measured best stays. Each change is a new
+generation, as after a failure, from the state in memory; what has been measured goes on in its plan (meeting.py)."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ class Retune(Callback):
     def __init__(self, trainer: Trainer, plan: Plan, state: StateInMemory, directory: Path) -> None:
         self._trainer, self._plan, self._state, self._directory = trainer, plan, state, directory
         self._seconds, self._begun = list[float](), 0.0
+        self._switching = time.time() - plan.at  # seconds that a change takes, without its first step
         self._usual: float | None = None  # seconds of a step with settings that stay; None: they are being measured
 
     def on_step_begin(self, run: Run, step: int) -> None:
@@ -94,43 +95,72 @@ class Retune(Callback):
         self._begun = time.perf_counter()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        self._seconds.append(time.perf_counter() - self._begun)
+        sizes = self._trainer.config.batch_sizes
+        if sizes.of_step(result.step) == sizes.full:  # others take another time
+            self._seconds.append(time.perf_counter() - self._begun)
+        if self._trainer.is_done and self._usual is None:  # the sinks close before this is told that the run stops
+            tried, failed = self._round()
+            if tried := [trial for trial in tried if trial.seconds]:
+                self._tell(tried, failed, would=True)
+            elif self._plan.tuning is None:
+                steps = f"{self._trainer.config.watch.retune_after + 1} steps of a whole batch"
+                run.say(f"  {'retune':<10}tried nothing: the run ends before {steps} are measured")
+
+    def _round(self) -> tuple[list[Trial], list[dict[str, Any]]]:
+        """The trials of the round, and the values that have failed in the run."""
+        tuning = self._plan.tuning or {"tried": [], "failed": []}
+        return [Trial(**trial) for trial in tuning["tried"]], tuning["failed"]
 
     def _decided(self, seconds: float) -> tuple[float | None, Asked | None]:
         """What follows from the time of a step: the usual one from now on, or what to try next."""
-        tuning = self._plan.tuning
+        tried, failed = self._round()
         if self._usual is not None:
             if 1 / _CHANGED < seconds / self._usual < _CHANGED:
                 return self._usual, None
-            tuning = None
-        if tuning is not None and not tuning:  # the best of a round that is over
+            tried = []
+        elif self._plan.tuning is not None and not tried:  # the best of a round that is over
             return seconds, None
-        config, tried = self._trainer.config, [Trial(**trial) for trial in (tuning or {"tried": []})["tried"]]
+        config, running = self._trainer.config, None
         if not tried:
             tried.append(Trial(values=_tuned(config), expected=seconds))
-        tried[-1] = replace(tried[-1], seconds=seconds)
+        if not tried[-1].seconds:  # else another has failed, and the best trains
+            running = tried[-1] = replace(tried[-1], seconds=seconds)
         best = min(tried, key=lambda trial: trial.seconds)
         following = None
-        if len(tried) <= config.watch.retune_settings:
+        if len(tried) + len(failed) <= config.watch.retune_settings and self._left > config.watch.retune_after + 1:
             measured = [Measured(config=config.with_values(one.values), seconds=one.seconds) for one in tried]
-            following = next_layout(measured, device_name=device_name(self._trainer.mesh.device))
+            following = next_layout(
+                measured,
+                device_name=device_name(self._trainer.mesh.device),
+                failed=[config.with_values(values) for values in failed],
+            )
         if following is not None:
             trial = Trial(values=_tuned(following.config), expected=following.seconds)
             cause = f"--retune tries {layout_flags(following.config)}, {trial.expected:.3g} s a step expected"
-            tuning = {"tried": [asdict(one) for one in (*tried, trial)]}
+            tuning = {"tried": [asdict(one) for one in (*tried, trial)], "failed": failed}
             return None, Asked(cause=cause, values=trial.values, fallback=best.values, tuning=tuning)
-        self._tell(tried, best)
-        if best is tried[-1]:
+        running = running or best
+        # To go back is to save more than it takes.
+        stays = best is running or (running.seconds - best.seconds) * self._left < self._switching
+        self._tell(tried, failed, would=stays and best is not running)
+        if stays:
             return seconds, None
-        return None, Asked(cause=f"--retune takes {self._flags(best)}", values=best.values, tuning={})
+        cause = f"--retune takes {self._flags(best)}"
+        return None, Asked(cause=cause, values=best.values, tuning={"tried": [], "failed": failed})
 
-    def _tell(self, tried: Sequence[Trial], best: Trial) -> None:
-        """What a round has found."""
+    @property
+    def _left(self) -> int:
+        return self._trainer.config.training.train_iters - self._trainer.step
+
+    def _tell(self, tried: Sequence[Trial], failed: Sequence[dict[str, Any]], *, would: bool) -> None:
+        """What a round has found. `would`: the run ends too early for it."""
         before, *others = tried
+        best = min(tried, key=lambda trial: trial.seconds)
         gain = 1 - best.seconds / before.seconds
-        text = f"stays with {self._flags(before)}, {before.seconds:.3g} s a step"
+        text = f"{'would stay' if would else 'stays'} with {self._flags(before)}, {before.seconds:.3g} s a step"
         if best is not before:
-            text = f"takes {self._flags(best)}, {best.seconds:.3g} s a step, expected {best.expected:.3g}; {gain:.0%}"
+            text = f"{'would take' if would else 'takes'} {self._flags(best)}, {best.seconds:.3g} s a step, "
+            text += f"expected {best.expected:.3g}; {gain:.0%}"
             text += f" less than the {before.seconds:.3g} s of {self._flags(before)}"
         elif others:
             second = min(others, key=lambda trial: trial.seconds)
@@ -138,8 +168,12 @@ class Retune(Callback):
                 f": the best of {counted(len(others), 'other')}, {self._flags(second)}, took {second.seconds:.3g} s, "
             )
             text += f"expected {second.expected:.3g}"
+        elif self._left <= self._trainer.config.watch.retune_after + 1:
+            text += ": too few steps are left to try others"
         else:
             text += ": the planner expects nothing faster"
+        if failed:
+            text += f"; {counted(len(failed), 'other')} failed"
         trials = [{"flags": self._flags(one), "expected": one.expected, "seconds": one.seconds} for one in tried]
         self._trainer.emit("retune", flags=self._flags(best), gain=gain, trials=trials)
         self._trainer.say(f"  {'retune':<10}{text}")

@@ -160,16 +160,16 @@ def test_a_failure_of_the_program_ends_the_run(tmp_path: Path) -> None:
 def test_a_run_that_tries_other_settings_has_the_same_numbers(
     steps: int, strikes: int, alone: Path, tmp_path: Path
 ) -> None:
-    """Also where a rank dies while some are tried: the run goes back to those before."""
+    """Also where a rank dies while some are tried: the run goes back to those before, and the round goes on."""
     output = tmp_path / "out"
     flags = small_run(output, survive=True, ledger=True, retune=True, retune_after=steps, tp=2, pp=2, **RUN)
     with under_torchrun(tmp_path / "logs", 4, PROGRAM, *flags) as job:
         if strikes:
             until(lambda: logged(output) >= 5 and bool(children(output)[1]), START, job.said())
             os.kill(children(output)[1], signal.SIGKILL)
-        assert job.ends(START)[0] == 0, job.said()
+        assert job.ends(START)[0] == 0 and job.said().count("not try again") == strikes, job.said()
     check(output, alone, strikes)
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     layouts = [event["degrees"] for event in events if event["event"] == "launch"]
-    assert layouts[1] != layouts[0] and (not strikes or layouts[2] == layouts[0])
+    assert layouts[2 * strikes] == layouts[0] != layouts[1] and str(events).count("'event': 'retune'") == 1
     assert sorted(History(output / FILE).steps) == list(range(1, STEPS + 1))
