@@ -24,7 +24,7 @@ from megacore.config.dimensions import degree_fields
 from megacore.config.flags import CONFIG_INFO, all_fields, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
-from megacore.config.messages import counted
+from megacore.config.messages import counted, number
 from megacore.config.missing_files import NEEDED_BY_PLANS, missing_files
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.other_trainers import other_trainers
@@ -32,7 +32,7 @@ from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.solve import Searched
 from megacore.config.sources import Sources, built
-from megacore.config.spelling import fields_in, flag_and_value
+from megacore.config.spelling import PARAMETERS, fields_in, flag_and_value, negative
 from megacore.config.toml import read_toml
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import EXIT_REFUSED, Collected, ConfigError, UserError
@@ -115,7 +115,7 @@ def parse_config(
     _answer_question(argv, prog, description, config_class, process)
     sources = _sources(argv, config_class, shape, continued, is_planned=planned, world_size=process.world_size)
     flags, file, config = sources.flags, sources.file, sources.config()
-    found = list(flags.problems)  # what every rank finds wrong
+    found = [*flags.problems, *_lacking_values(flags, config, file.unread)]  # what every rank finds wrong
     spares, started = 0 if planned else config.watch.spares, process.world_size
     if spares < started:
         process = replace(process, world_size=started - spares)
@@ -309,6 +309,23 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
             )
         ]
     return []
+
+
+def _lacking_values(flags: Given, config: Config, unread: set[str]) -> Iterator[str]:
+    """Parameters that follow a flag which no source gives a value, in the words of the command line."""
+    infos = all_fields(type(config))
+    for owner in (infos[name] for name in PARAMETERS if name in infos.keys() - flags.unread - unread):
+        name = owner.name
+        names = {f"{owner.flag} {one}": fields[0] for one, fields in PARAMETERS[name].items()}
+        spelled = names | {negative(one): field for one, field in names.items()}
+        given = [spelled[one] for one in flags.names if one in spelled]
+        lacking = [one for one in given if (needs := infos[one].needs) and needs.owner == name]
+        if owner.kind is bool or config.value(name) or "config" in flags.unread or flags.unread & {*lacking}:
+            continue
+        if words := " ".join(dict.fromkeys(flag_and_value(o, flags.values[o]).partition(" ")[2] for o in lacking)):
+            flags.unread.update(lacking)  # their rules would say the same
+            value = owner.metavar if owner.example is None else number(owner.example)
+            yield f"{owner.flag} {words} needs a value: use {owner.flag} {value} {words}, or leave {owner.flag} out"
 
 
 def _save_in_directory(given: Given) -> None:

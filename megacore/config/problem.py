@@ -55,7 +55,9 @@ class Values:
             text = str(values[0]) if len(self.among) == 1 else f"{values[0]} {self.bound}"
         if self.name == WORLD_SIZE:
             noun = "process" if named == [1] else "processes"
-            return f"start {text} {noun} (torchrun {torchrun_flags(*named)}; for a plan --world-size)"
+            # A plan counts the ranks that train.
+            planned = f" {one_of(sorted(self.named(values)))}" if self.spares else ""
+            return f"start {text} {noun} (torchrun {torchrun_flags(*named)}; for a plan --world-size{planned})"
         return text if self.bare and is_first else with_value(flag(self.name), text)
 
 

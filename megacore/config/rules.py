@@ -100,8 +100,12 @@ class Settings:
         return Change(f"use {with_value(info.flag, info.metavar) if info.kind is str else info.flag}")
 
     def without(self, name: str, text: str = "leave it out") -> Change:
-        """The way out that leaves a field at its default."""
-        return Change(text, {name: self.default(name)})
+        """The way out that leaves a field at its default, and with it the parameters of its flag."""
+        return Change(text, self._left_out(name))
+
+    def _left_out(self, *names: str) -> dict[str, Any]:
+        given = [field for field, (owner, _) in OWNERS.items() if owner in names and field in self._given]
+        return {name: self.default(name) for name in (*names, *given)}
 
     def out(self, name: str) -> Change:
         """The same with its name."""
@@ -113,8 +117,7 @@ class Settings:
         if text == "leave it out":
             return self.without(it)
         if left_out := re.fullmatch(r"leave (--.+) out", text):
-            names = [field_and_text(one)[0] for one in left_out[1].split(" and ")]
-            return Change(text, {name: self.default(name) for name in names})
+            return Change(text, self._left_out(*(field_and_text(one)[0] for one in left_out[1].split(" and "))))
         words = re.sub(r" \(.*\)$", "", text.removeprefix("use "))
         if bound := re.fullmatch(r"(--.+) (\d+) or more", words):
             name, least = field_and_text(bound[1])[0], int(bound[2])

@@ -17,7 +17,7 @@ from typing import Any
 
 from megacore.config.problem import WORLD_SIZE, Change, Problem, Values, Way, message
 from megacore.config.schema import Config
-from megacore.config.spelling import fields_in, flag, flag_and_value, is_shared
+from megacore.config.spelling import OWNERS, fields_in, flag, flag_and_value, is_shared
 
 Changes = Mapping[str, Any]
 Recheck = Callable[[Changes], Sequence[str]]
@@ -58,7 +58,8 @@ class _Group:
             return problem
         words, in_prose = list[str](), list[str]()
         solving = {name for name, values in self._values.items() if values}
-        is_first = problem is next(other for other in self.problems if isinstance(other, Problem))
+        earlier = self.problems[: self.problems.index(problem)]
+        is_first = not any(isinstance(other, Problem) for other in earlier)
         for way in problem.ways:
             if isinstance(way, Values):
                 if values := self._values[way.name]:
@@ -68,6 +69,8 @@ class _Group:
             elif change := self._first_that_solves(way):
                 words.append(change.text)
                 solving |= change.values.keys()
+                if len(change.values) > 1 and any(change in _ways(other) for other in earlier):
+                    return f"{problem.said}: {_SAME}"
         named = {way.name for way in problem.ways if isinstance(way, Values)}
         for name, values in self._values.items():
             if values and name not in named:
@@ -79,9 +82,12 @@ class _Group:
         elif solving == {WORLD_SIZE} and is_first and self._of_flags:
             words.append(_combined(self._of_flags))
         if not words and not in_prose:
-            *others, last = [flag(name) for name in self._by_name if name != WORLD_SIZE] or [""]
+            # Flags of other constraints of the group have nothing to do with this one.
+            own = fields_of(problem) - {WORLD_SIZE}
+            *others, last = [flag(name) for name in self._by_name if name in own] or [""]
             several = f"choose other values of {', '.join(others)} and {last} together"
             words = [several if others else f"choose another value of {last}"] if last else []
+            words = words or [way.text for way in problem.ways if isinstance(way, Change)]
         return message(problem.said, [*words, *in_prose][:_MOST_WAYS])
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
@@ -236,8 +242,12 @@ def _sample(values: Sequence[int]) -> list[int]:
 
 def _combined(changes: Changes) -> str:
     """Values of several fields in words: flags to copy, and those to leave out."""
-    left_out = [flag(name) for name, value in changes.items() if value is None]
-    given = [flag_and_value(k, v, own=is_shared(k)) for k, v in changes.items() if v is not None]
+    owners = {name: owner for name in changes if (owner := OWNERS.get(name, ("",))[0]) in changes}
+    # A flag that is left out takes its parameters along.
+    along = {name for name, owner in owners.items() if changes[owner] is None or changes[owner] is False}
+    whole = {owners[name] for name in along} | {name for name, value in changes.items() if value is None}
+    left_out = [flag(name) for name in changes if name in whole - along]
+    given = [flag_and_value(k, v, own=is_shared(k)) for k, v in changes.items() if k not in whole | along]
     words = [" ".join(given)] if given else []
     return " and ".join([*words, *([f"leave {' and '.join(left_out)} out"] if left_out else [])])
 
