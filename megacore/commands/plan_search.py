@@ -145,7 +145,9 @@ def run_search(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluste
     """Search, and print and draw what is found. Raises as `found_layouts`; UserError where the picture cannot be drawn
     or written."""
     found = found_layouts(args, config, cluster)
-    report_with_pictures([(args.picture, partial(frontier_picture, found))], partial(_report, args, found, config))
+    report_with_pictures(
+        [(args.picture, partial(frontier_picture, found, args.top))], partial(_report, args, found, config)
+    )
 
 
 def found_layouts(args: argparse.Namespace, config: ResolvedConfig, cluster: Cluster) -> Found:

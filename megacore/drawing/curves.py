@@ -15,6 +15,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 20.0, 34.0, 40.0
 _COLORS = ("#2f6fb5", "#c8553d", "#3f8f5f", "#8a5fb0")
 _GRID, _PALE = "#e3e6eb", "#9db8d6"
 _TICKS = 5
+_MARGIN = 20.0  # within the frame, for dots and their names
 
 
 class Dot(NamedTuple):
@@ -32,7 +33,7 @@ class Curve:
     """A curve."""
 
     title: str
-    points: Sequence[tuple[float, float]]  # (x, y), x ascending; y is finite
+    points: Sequence[tuple[float, float]]  # (x, y), x ascending; where y is not finite, the curve has a gap
     marked: float | None = None  # an x that a vertical line marks, or None
     others: Sequence[Sequence[tuple[float, float]]] = ()  # thinner in color, over the same x or a part of it
     dots: Sequence[Dot] = ()
@@ -51,16 +52,17 @@ def curves(title: str, panels: Sequence[Curve], *, x_title: str, logarithmic: bo
 
 def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmic: bool) -> None:
     left, right, upper, lower = _LEFT, _WIDTH - _RIGHT, top + _TOP, top + _HEIGHT - _BOTTOM
+    margin = _MARGIN if curve.dots else 0.0
     alone = [(dot.x, dot.y) for dot in curve.dots]
     begin, end = _ends([x for x, _ in (*curve.points, *alone)])
     low, high = _ends([y for line in (curve.points, alone, *curve.others) for _, y in line])
 
     def across(x: float) -> float:
         first, last, at = map(math.log, (begin, end, x)) if logarithmic else (begin, end, x)
-        return left + (right - left) * (at - first) / (last - first)
+        return left + margin + (right - left - 2 * margin) * (at - first) / (last - first)
 
     def down(y: float) -> float:
-        return lower - (lower - upper) * (y - low) / (high - low)
+        return lower - margin - (lower - upper - 2 * margin) * (y - low) / (high - low)
 
     marks = drawing.marks
     marks.append(Words(x=left, y=top + 16.0, text=curve.title, bold=True))
@@ -78,7 +80,8 @@ def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmi
     for line in (*curve.others, curve.points):
         shade = color if line is curve.points else _PALE
         for (x1, y1), (x2, y2) in pairwise(line):
-            marks.append(Line(x1=across(x1), y1=down(y1), x2=across(x2), y2=down(y2), color=shade))
+            if math.isfinite(y1 + y2):
+                marks.append(Line(x1=across(x1), y1=down(y1), x2=across(x2), y2=down(y2), color=shade))
     for x, y, note, fill, name in curve.dots:
         marks.append(Box(x=across(x) - 2, y=down(y) - 2, width=4.0, height=4.0, fill=fill, note=note))
         if name:
@@ -86,19 +89,21 @@ def _panel(drawing: Drawing, curve: Curve, *, top: float, color: str, logarithmi
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """The least and the largest, or what is around a single one."""
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12)
+    """The least and the largest finite one, or what is around a single one."""
+    finite = list(filter(math.isfinite, values)) or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    return (low, high) if high - low > 1e-300 else (low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12)
 
 
 def _round(low: float, high: float) -> Iterator[tuple[float, str]]:
-    """Four to ten round numbers, multiples of 1, 2 or 5 times a power of ten, with as many decimals for each as the one
-    that needs most."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(factor * power for factor in (5, 2, 1) if (high - low) / (factor * power) >= 4)
+    """Four to ten round numbers, multiples of 1, 2 or 5 times a power of ten, with the decimals of that power; in
+    scientific notation where they would be long."""
+    exponent, most = math.floor(math.log10((high - low) / 4)), max(abs(low), abs(high))
+    step = next(factor for factor in (5, 2, 1) if (high - low) / factor > 3.999 * 10.0**exponent) * 10.0**exponent
     ticks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    decimals = max((len(f"{tick:.10g}".partition(".")[2]) for tick in ticks), default=0)
-    return ((tick, f"{tick:,.{decimals}f}") for tick in ticks)
+    digits = math.floor(math.log10(most)) - exponent + 1
+    is_short = exponent >= -7 and most < 1e9
+    return ((tick, f"{tick:,.{max(-exponent, 0)}f}" if is_short else f"{tick:.{digits}g}") for tick in ticks)
 
 
 def _shown(x: float) -> str:

@@ -46,7 +46,8 @@ def verdict(one: Compared, other: Compared) -> str:
     if not fast.fits:
         return f"{fast.name} would save {reason}, but {'does not fit' if slow.fits else 'neither fits'}"
     if slow.time.seconds < (1 + APART) * fast.time.seconds:
-        text = f"{fast.name} and {slow.name} are equal within the error of {APART:.0%}: {fast.name} saves {reason}"
+        text = f"{fast.name} and {slow.name} are equal within the error of {APART:.0%}"
+        text += f": {fast.name} saves {reason}" if told else ": no part differs"
     else:
         overlap = "overlap" if fast.high >= slow.low else "do not overlap"
         text = f"{fast.name} wins: it saves {reason}; the ranges {overlap}"

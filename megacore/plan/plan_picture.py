@@ -313,13 +313,13 @@ def _product(counts: Sequence[int], sizes: Sequence[float]) -> float:
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
-def frontier_picture(found: Found) -> Drawing:
+def frontier_picture(found: Found, top: int = 10) -> Drawing:
     """Time by memory of the layouts that fit: memory to the right, time upwards. The frontier is marked, and its
-    fastest layouts are named."""
+    fastest layouts are named. `top`: rows of the table beside it, whose unit it has."""
     fastest = min(layout.seconds for layout in found.layouts)
     shown = [layout for layout in found.layouts if layout.seconds <= _SLOWEST * fastest]
     marked = [layout for layout in found.frontier if layout.seconds <= _SLOWEST * fastest]
-    unit = size_unit(layout.memory_bytes for layout in shown)
+    unit = found.unit(top)
 
     def dot(layout: Layout, fill: str, name: str = "") -> Dot:
         note = f"{four_digits(layout.seconds)} s{'' if layout.is_simulated else ', estimated'}: {layout.flags}"
@@ -333,8 +333,8 @@ def frontier_picture(found: Found) -> Drawing:
     layouts = counted(len(found.layouts), "layout")
     verb = "fit" if len(found.layouts) > 1 else "fits"
     title = f"{layouts} that {verb} into {size_unit([found.capacity]).text(found.capacity)} of {found.cluster.name}"
-    curve = Curve(title=title, points=steps, dots=[*dots, *ends])  # the marked ones above the others
-    drawing = curves(title, [curve], x_title=f"seconds of a step by {unit.name} per rank")
+    curve = Curve(title=f"seconds of a step: {title}", points=steps, dots=[*dots, *ends])  # marked ones above others
+    drawing = curves(title, [curve], x_title=f"{unit.name} per rank")
     named = [
         f"{n}. {four_digits(layout.seconds)} s, {unit.text(layout.memory_bytes)}: {layout.flags}"
         for n, layout in enumerate(marked[:_NUMBERED], start=1)
@@ -342,7 +342,7 @@ def frontier_picture(found: Found) -> Drawing:
     for text in (*_legend(found, drawn=len(shown), numbered=len(named)), *named):
         for line in wrapped(text, drawing.width - 2 * _TOP, size=11.5):
             drawing.height += 16
-            drawing.marks.append(Words(x=_TOP, y=drawing.height - 6, text=line, size=11.5))
+            drawing.marks.append(Words(x=_TOP, y=drawing.height - 10, text=line, size=11.5))
     return drawing
 
 

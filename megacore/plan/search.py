@@ -48,6 +48,7 @@ from megacore.plan.search_space import (
     worthwhile_recomputation,
 )
 from megacore.plan.shared_results import share_results
+from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.plan.stages import StagedModel
 from megacore.plan.state import held_experts, state_bytes, whole_parameters
 from megacore.plan.step_time import step_seconds, step_time
@@ -167,6 +168,10 @@ class Found:
     def frontier(self) -> list[Layout]:
         """`frontier_of` the layouts."""
         return frontier_of(self.layouts)
+
+    def unit(self, top: int) -> SizeUnit:
+        """Of the memory in a report on the `top` first divisions."""
+        return memory_unit(rank for layout, *_ in self.divisions[:top] for rank in memory_of(layout, self.cluster))
 
     @property
     def divisions(self) -> list[list[Layout]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megacore.config import ResolvedConfig, violations
+from megacore.config.dimensions import degree_fields
 from megacore.config.messages import divisors, multiples, one_of
 from megacore.config.problem import Problem
 from megacore.config.solve import fields_of
@@ -104,7 +105,8 @@ def conflicts(
         nearest = min(layouts([]), key=lambda choice: sum(one.distance(choice) for one in given))
         needed = [one for one in given if one.distance(nearest)]
         ways = [" ".join(str(one._replace(value=_value(nearest, one.name))) for one in needed)]
-    contradiction = " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
+    product = _product(needed, constraints.world_size)
+    contradiction = product or " and ".join(map(str, needed)) + _reason(config, cluster, constraints, needed)
     yield f"--search: no valid layout of {world} has {contradiction}: use {', or '.join(ways)}"
 
 
@@ -113,6 +115,17 @@ def _layouts(
 ) -> Iterator[Choice]:
     for degrees in divisions_of(config, cluster, constraints):
         yield from filter(is_valid, variants(config, constraints, degrees, ("none", "full")))
+
+
+def _product(needed: Sequence[_Given], world_size: int) -> str:
+    """The product of degrees that are too many ranks, or of all of them that are too few; empty where others are
+    needed."""
+    degrees = {one.name: one.value for one in needed if one.name in degree_fields()}
+    ranks, kinds = math.prod(degrees.values()), {one.kind for one in needed}
+    is_more = ranks > world_size and "most" not in kinds
+    is_fewer = ranks < world_size and "least" not in kinds and degrees.keys() >= {"tp", "pp", "dp"}
+    are_all = 1 < len(degrees) == len(needed)
+    return f"{' x '.join(map(str, needed))} = {ranks} ranks" if are_all and (is_more or is_fewer) else ""
 
 
 def _reason(config: ResolvedConfig, cluster: Cluster, constraints: Constraints, needed: Sequence[_Given]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -23,9 +22,14 @@ from megacore.plan.plan_json import (
 )
 from megacore.plan.plan_report import four_digits, settings_line
 from megacore.plan.planner import LOW_CONFIDENCE, Origin, Plan, make_plan, peak_figure
-from megacore.plan.search import Found, Layout, memory_of
-from megacore.plan.size_unit import memory_unit, size_unit
+from megacore.plan.search import ALIKE, Found, Layout, memory_of
+from megacore.plan.size_unit import size_unit
 from megacore.plan.state import whole_parameters
+
+_FRONTIER = (
+    "Frontier: no other layout is better in both time and memory; of layouts that differ by less than "
+    f"{ALIKE:.1%}, one is marked."
+)
 
 
 def search_table(
@@ -42,7 +46,7 @@ def search_table(
     rows = found.divisions[:top]
     sizes = [layout.memory_bytes for layout, *_ in rows]
     memory = [memory_of(layout, found.cluster) for layout, *_ in rows]
-    unit = memory_unit(itertools.chain(*memory))
+    unit = found.unit(top)
     node_ranks = found.cluster.device.node_ranks
     on_host = [held_on_host(layout.config, ranks, node_ranks) for (layout, *_), ranks in zip(rows, memory, strict=True)]
     columns = {unit.name: unit.column(sizes)}
@@ -79,7 +83,7 @@ def search_table(
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"Low confidence: the time may be far off, because {LOW_CONFIDENCE}."] if has_small else []
     if frontier & {id(layout) for layout, *_ in rows}:
-        lines += ["", "Frontier: no other layout is better in both time and memory."]
+        lines += ["", _FRONTIER]
     if "; tight" in "".join(lines):
         lines += ["", f"Tight: the upper end of the range of the peak is above {capacity}."]
     lines.append("")

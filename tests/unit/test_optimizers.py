@@ -436,10 +436,10 @@ def test_a_range_test_leaves_its_curve_and_a_suggestion(tmp_path: Path, capsys: 
 
 def test_a_picture_has_every_value_that_changes(tmp_path: Path) -> None:
     flags = "--train-iters 50 --lr-warmup-iters 15 --lr-decay-style 1cycle --tp 2 --weight-decay-incr-style linear"
-    more = "--start-weight-decay 0 --end-weight-decay 0.1"
+    more = "--lr 6e-5 --start-weight-decay 0 --end-weight-decay 0.1"
     assert draw_lr.main([*flags.split(), *more.split(), "-o", str(tmp_path / "a.svg")]) == 0
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert all(f">{title}<" in text for title in ("learning rate", "weight decay", "momentum"))
+    assert all(f">{title}<" in text for title in ("learning rate", "weight decay", "momentum", "0.00001", "0.00005"))
     assert text.count("<line") >= 3 * 49
     assert parse(*GOOD).optimizer.lr_decay_style == "cosine"
 
