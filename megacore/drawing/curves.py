@@ -107,4 +107,4 @@ def _round(low: float, high: float) -> Iterator[tuple[float, str]]:
 
 
 def _shown(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    return f"{x:,.0f}" if 100 <= x < 1e6 else f"{x:.3g}"
