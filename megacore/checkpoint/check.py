@@ -172,10 +172,10 @@ def check_settings(config: ResolvedConfig, directory: Location, manifest: Manife
     for name in ("alpha", "targets", "dora"):
         there, here = manifest.settings.get(f"lora_{name}"), getattr(config.lora, f"lora_{name}")
         if rank is not None and (there or None) != (here or None):
-            way = f"use {there}" if there is not None else "leave the flag out"
-            raise CheckpointError(
-                f"{load}: {directory} has adapters of --lora-{name} {there}, and --lora-{name} is {here}: {way}"
-            )
+            flag = f"--lora-rank {name}"
+            with_it, run = (flag if one is True else f"{flag}={one}" if one else f"no {flag}" for one in (there, here))
+            way = f"use {with_it}" if there else f"leave {name} out"
+            raise CheckpointError(f"{load}: {directory} was trained with {with_it}, and this run has {run}: {way}")
     if rank is not None and config.start.pretrained_checkpoint is not None:
         base_of(manifest, directory, config.start.pretrained_checkpoint)
     has_state = manifest.updates > 0  # a converted checkpoint has none

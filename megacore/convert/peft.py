@@ -25,7 +25,7 @@ from torch import Tensor
 from megacore.checkpoint.files import verify
 from megacore.checkpoint.manifest import adapters_of
 from megacore.checkpoint.tensor_file import read_tensor
-from megacore.checkpoint.tensor_header import read_header
+from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config, LoraConfig, ResolvedModel, StartConfig
 from megacore.config.lora import adapted_parts, known_targets
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards, write_weights
@@ -33,7 +33,7 @@ from megacore.convert.from_hf import KEPT_CONFIG
 from megacore.convert.hf_directory import inside, read_config
 from megacore.convert.plan import Step, make_plan, their_shapes, whole_config
 from megacore.errors import CheckpointError
-from megacore.layers.lora import IN, MAGNITUDE, OUT, projection_of_rows
+from megacore.layers.lora import IN, MAGNITUDE, OUT, lengths_of, projection_of_rows
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family
 from megacore.safe_json import read_object
@@ -131,7 +131,7 @@ def write_merged(adapters: CheckpointTensors, base: CheckpointTensors, target: P
         )
         whole = weight.double() + lora.lora_scale * added
         if lora.lora_dora:
-            ratio = adapters.read(f"{layer}.{MAGNITUDE}").double() / whole.norm(dim=1)
+            ratio = adapters.read(f"{layer}.{MAGNITUDE}").double() / lengths_of(whole.square().sum(1))
             if parts := layers[layer]:  # rows of other projections stay as they are
                 of_row = projection_of_rows(adapters.config, torch.arange(len(whole)))
                 ratio = torch.where(torch.isin(of_row, torch.tensor(parts)), ratio, 1.0)
@@ -272,15 +272,16 @@ def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family
     Raises:
         CheckpointError: it is more than rounding.
     """
-    lora, theirs, steps, worst = lora_of(tensors), _open(path), _steps(family, tensors.config), 0.0
+    lora, steps, found = lora_of(tensors), _steps(family, tensors.config), list[Tensor]()
+    theirs = _open(path, steps)
     for name, parts in _layers(lora, tensors.config):
         step, ours = steps[name], _adapters(tensors.read, tensors.config, lora, name, parts)
 
         def read(source: int, step: Step = step) -> Tensor:
-            found = theirs.adapters.get(_module(step, source))
-            if found is None:
+            adapter = theirs.adapters.get(_module(step, source))
+            if adapter is None:
                 return torch.zeros(step.sizes[source], step.shape[1], dtype=torch.float64)
-            a, b, scale = found
+            a, b, scale = adapter
             return b.double() @ a.double() * scale
 
         added = sum(one.b.double() @ one.a.double() * lora.lora_scale for one in ours)
@@ -289,9 +290,9 @@ def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family
             if (lengths := theirs.lengths.get(_module(step, source))) is not None:
                 of_theirs = lengths.clone().unsqueeze(1)
                 _of_width(step, 1).take_apart(tensors.read(f"{name}.{MAGNITUDE}").unsqueeze(1), source, of_theirs)
-                worst = max(worst, float((of_theirs.squeeze(1) - lengths).abs().max()))
-        worst = max(worst, float(difference.abs().max() / torch.as_tensor(added).abs().max().clamp(min=1e-30)))
-    if not worst <= 1e-12:
+                found.append((of_theirs.squeeze(1) - lengths).abs().max().double())
+        found.append(difference.abs().max() / torch.as_tensor(added).abs().max().clamp(min=1e-30))
+    if not (worst := float(torch.stack(found).max())) <= 1e-12:  # torch's largest of NaN and others is NaN
         raise CheckpointError(f"{path}: what its adapters add differs by {worst:.1e}; nothing was published")
     return worst
 
@@ -309,7 +310,8 @@ class _Theirs:
     lengths: Mapping[str, Tensor]
 
 
-def _open(path: Path) -> _Theirs:
+def _open(path: Path, steps: Mapping[str, Step]) -> _Theirs:
+    """`steps`: the matrices of the base, which adapters have to fit."""
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} has no {CONFIG}: give a directory that PEFT has saved")
     values = read_object(inside(path, CONFIG))
@@ -326,12 +328,32 @@ def _open(path: Path) -> _Theirs:
     problems += [f"{name[:120]} is none of the A and B of a linear layer" for name in sorted(stored.keys() - known)]
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems[:6])}: save adapters without this, or merge them with PEFT")
+    if problems := list(_misshapen(stored, sorted(layers), steps)):
+        raise CheckpointError(
+            f"{path}: {'; '.join(problems[:6])}: use --base with the model that they were trained beside"
+        )
     adapters = {}
     for layer in sorted(layers):
         a, b = (read_tensor(stored[f"base_model.model.{layer}.lora_{part}.weight"]) for part in "AB")
         adapters[layer] = a, b, _scale(values, layer, len(a))
     lengths = {layer: read_tensor(stored[_magnitude(layer)]) for layer in layers} if values.get("use_dora") else {}
     return _Theirs(values=values, adapters=adapters, lengths=lengths)
+
+
+def _misshapen(stored: Mapping[str, StoredTensor], layers: list[str], steps: Mapping[str, Step]) -> Iterator[str]:
+    """What is not of the shape that the base, or the other part of an adapter, makes it."""
+    shapes = their_shapes(list(steps.values()))
+    transposed = {name for step in steps.values() if step.transposed for name in step.theirs}
+    for layer in layers:
+        names = [f"base_model.model.{layer}.lora_{part}.weight" for part in "AB"]
+        a, b = ((*stored[name].shape, 1, 1) for name in names)
+        base = shapes.get(f"{layer}.weight", (b[0], a[1]))  # a layer that no target is gets a refusal of its own
+        outputs, inputs = base[::-1] if f"{layer}.weight" in transposed else base
+        rank = max(a[0], 1)
+        wanted = {names[0]: (rank, inputs), names[1]: (outputs, rank), _magnitude(layer): (outputs,)}
+        for name, shape in wanted.items():
+            if name in stored and stored[name].shape != shape:
+                yield f"{name[:120]} is {list(stored[name].shape)}, and has to be {list(shape)}"
 
 
 def _scale(values: Mapping[str, Any], layer: str, rank: int) -> float:
@@ -356,10 +378,11 @@ def write_adapters(path: Path, base: CheckpointTensors, family: Family, target: 
     Raises:
         CheckpointError: every part of it that is no adapter of a linear layer of a block.
     """
-    theirs, model = _open(path), base.config
+    model = base.config
+    steps = _steps(family, model)
+    theirs = _open(path, steps)
     if not theirs.adapters:
         raise CheckpointError(f"{path} has no adapters of linear layers: give the directory that PEFT saved")
-    steps = _steps(family, model)
     rank = max(len(a) for a, _, _ in theirs.adapters.values())
     scales = {scale for _, _, scale in theirs.adapters.values()}
     scale = scales.pop() if len(scales) == 1 else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,21 +43,22 @@ def generate(
     tokens, positions, vocabulary = list(prompt), config.max_position_embeddings, config.vocab_size
     capacity = min(len(prompt) + max_new_tokens, positions)
     read = KeyValues.of(stage, config, capacity) if len(prompt) <= capacity else None
-    for _ in range(max_new_tokens):
-        if read is not None and len(tokens) <= capacity:
-            logits = read.next_logits(tokens[read.length :]).cpu()
-        else:  # a context that has lost its beginning: every position is another one than before
-            context = torch.tensor([tokens[-positions:]], device=device)
-            logits = next_token_logits(stage(context), vocabulary)[0].cpu()
-        if not logits.isfinite().all():
-            raise CheckpointError(
-                "the model's output is not finite (NaN or infinite), because weights of the checkpoint are not, or "
-                "because they overflow: use a checkpoint of an earlier step"
-            )
-        if sampling.repetition_penalty != 1.0:
-            logits = penalized(logits, tokens, sampling.repetition_penalty)
-        tokens.append(choose(logits, sampling, generator))
-        yield tokens[-1]
+    with nullcontext() if read is None else read.laid_out():
+        for _ in range(max_new_tokens):
+            if read is not None and len(tokens) <= capacity:
+                logits = read.next_logits(tokens[read.length :]).cpu()
+            else:  # a context that has lost its beginning: every position is another one than before
+                context = torch.tensor([tokens[-positions:]], device=device)
+                logits = next_token_logits(stage(context), vocabulary)[0].cpu()
+            if not logits.isfinite().all():
+                raise CheckpointError(
+                    "the model's output is not finite (NaN or infinite), because weights of the checkpoint are not, or "
+                    "because they overflow: use a checkpoint of an earlier step"
+                )
+            if sampling.repetition_penalty != 1.0:
+                logits = penalized(logits, tokens, sampling.repetition_penalty)
+            tokens.append(choose(logits, sampling, generator))
+            yield tokens[-1]
 
 
 def penalized(logits: Tensor, tokens: list[int], penalty: float) -> Tensor:

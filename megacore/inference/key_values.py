@@ -16,6 +16,7 @@ from megacore.config import ResolvedModel
 from megacore.layers.attention import Attention, SelfAttention
 from megacore.layers.block import MLP, GatedMLP, TransformerBlock
 from megacore.layers.latent_attention import LatentAttention
+from megacore.layers.lora import is_adapter
 from megacore.layers.moe import MoE
 from megacore.models.gpt import GPTEmbedding, GPTHead, next_token_logits
 from megacore.ops.block_attention import Scene, attend
@@ -33,8 +34,6 @@ class KeyValues:
         self._stage, self._config, self._capacity, self.length = stage, config, capacity, 0
         self._attentions = [module for module in stage.modules() if isinstance(module, Attention)]
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
-        for parameter in stage.parameters():
-            _lay_out_for_one_row(parameter)
         for attention in self._attentions:
             if attention.rotary is not None:
                 # Tables of the full length at once: they are made anew whenever a longer text comes.
@@ -61,6 +60,29 @@ class KeyValues:
             logits = self._stage((text, torch.ones_like(text), positions))
         self.length += len(tokens)
         return next_token_logits(logits, self._config.vocab_size)[0]
+
+    @contextmanager
+    def laid_out(self) -> Iterator[None]:
+        """Meanwhile, weights with more rows than columns have other strides, and the same values. On a CPU one row
+        times them then reads memory about twice as fast: MKL adds up long columns, instead of many short rows one by
+        one. There are no copies, which would need the memory once more."""
+        turned = [weight for weight in self._wide() if weight.is_contiguous()]
+        try:
+            for weight in turned:
+                weight.data = weight.data.t().contiguous().t()
+            yield
+        finally:
+            for weight in turned:
+                weight.data = weight.data.contiguous()
+
+    def _wide(self) -> Iterator[Tensor]:
+        """Large weights of products. One that is part of a larger piece of memory, as in training, stays there."""
+        layers = self._stage.layers[1:]  # without tables, of which rows are looked up, unless the head has them too
+        for name, one in layers.named_parameters():
+            is_apart = one.untyped_storage().nbytes() == one.numel() * one.element_size()
+            is_wide = one.dim() == 2 and one.shape[0] > one.shape[1] and not is_adapter(name)
+            if is_wide and is_apart and one.device.type == "cpu" and one.dtype == torch.float32:
+                yield one
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
@@ -95,16 +117,6 @@ class KeyValues:
         bias = None if seen is None else seen.to(query.dtype)
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=is_grouped)
-
-
-def _lay_out_for_one_row(weight: Tensor) -> None:
-    """Give a weight with more rows than columns other strides, and the same values. On a CPU one row times it then
-    reads memory about twice as fast: MKL adds up long columns, instead of many short rows one by one. A weight that is
-    part of a larger piece of memory, as in training, stays there."""
-    is_wide = weight.dim() == 2 and weight.shape[0] > weight.shape[1] and weight.is_contiguous()
-    is_apart = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    if is_wide and is_apart and weight.device.type == "cpu" and weight.dtype == torch.float32:
-        weight.data = weight.data.t().contiguous().t()
 
 
 def _is_own(block: nn.Module) -> bool:

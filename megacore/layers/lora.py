@@ -87,7 +87,12 @@ class Adapted(nn.Module):
         squares = whole.square().sum(1)
         if isinstance(self.lora_a, RowParallelLinear):  # a rank has some of the columns
             squares = reduce_from_group(squares, self.lora_a.group)
-        return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+        return lengths_of(squares)
+
+
+def lengths_of(squares: Tensor) -> Tensor:
+    """Lengths of rows from their sums of squares, at least so long that a row of zeros stays one when divided."""
+    return squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
 
 def adapted(

@@ -43,7 +43,8 @@ def test_pieces_have_the_logits_of_the_whole(name: str) -> None:
         return
     text = torch.randint(0, 64, (sum(PIECES),), generator=torch.Generator().manual_seed(5)).tolist()
     for size in PIECES:
-        found = read.next_logits(text[read.length : read.length + size])
+        with read.laid_out():
+            found = read.next_logits(text[read.length : read.length + size])
         expected = next_token_logits(stage(torch.tensor([text[: read.length]])), len(found))[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
@@ -56,9 +57,8 @@ def test_generation_goes_on_beyond_the_positions(name: str) -> None:
     tokens = [3, 1, 4]
     found = list(generate(stage, config, tokens, max_new_tokens=POSITIONS + 5, sampling=Sampling(temperature=0.0)))
     for _ in found:
-        logits = next_token_logits(stage(torch.tensor([tokens[-POSITIONS:]])), config.vocab_size)
-        tokens = [*tokens, int(logits.argmax())]
-    assert found == tokens[3:]
+        tokens += [int(next_token_logits(stage(torch.tensor([tokens[-POSITIONS:]])), config.vocab_size).argmax())]
+    assert found == tokens[3:] and all(parameter.is_contiguous() for parameter in stage.parameters())
 
 
 class Backwards(SelfAttention):
