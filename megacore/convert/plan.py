@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.tensor_file import read_rows, read_slice
+from megacore.checkpoint.tensor_file import Slices, read_rows, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import Config, ExpertsConfig, ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
@@ -78,14 +78,13 @@ class Step:
         """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else. `stored`: where theirs lie,
         by name. Returns fp32."""
         (first, last), *rest = spec.slices
-        columns = rest[0] if rest else (0, 1)
         result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
         for source, name in enumerate(self.theirs):
             for first_row, run in self._rows(source):
                 start, stop = max(first_row, first), min(first_row + run.rows, last)
                 if start < stop:
                     rows = (run.start + start - first_row, run.start + stop - first_row)
-                    result[start - first : stop - first] = _block(stored[name], rows, columns, self.transposed)
+                    result[start - first : stop - first] = _block(stored[name], rows, rest, self.transposed)
         return result
 
     def _rows(self, source: int) -> Iterator[tuple[int, Run]]:
@@ -154,13 +153,9 @@ class ExpertsStep(Step):
         return result
 
 
-def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
-    """Rows and columns of a tensor, as megacore counts them."""
-    if len(tensor.shape) == 1:
-        return read_slice(tensor, [rows])
-    if transposed:
-        return read_slice(tensor, [columns, rows]).t()
-    return read_slice(tensor, [rows, columns])
+def _block(tensor: StoredTensor, rows: tuple[int, int], rest: Slices, transposed: bool) -> Tensor:
+    """Rows of a tensor, and slices of its other dimensions, as megacore counts them."""
+    return read_slice(tensor, [*rest, rows]).t() if transposed else read_slice(tensor, [rows, *rest])
 
 
 def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None = None) -> list[Step]:
