@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from megacore.config import ResolvedModel
 from megacore.convert.plan import Step, make_plan
@@ -23,6 +24,8 @@ from megacore.models.hf.families import family_of
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 
+# In fp32 its chunks subtract sums of decays, which loses digits; its other form goes position by position.
+modeling_qwen3_next.torch_chunk_gated_delta_rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
 Model = TypeVar("Model", bound=nn.Module)
 VOCAB, POSITIONS = 101, 40
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
