@@ -24,6 +24,9 @@ from megacore.config.schema import Config, section_of, sections_of
 from megacore.config.spelling import PARAMETERS, flag_and_value, negative, with_value
 
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+# What transformers and vLLM call so, which no spelling is near to.
+_OURS = {"kv-heads": "query-groups", "--n-head": "--num-attention-heads", "per-device-train": "micro"}
+_THEIRS = re.compile("|".join(_OURS))
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
 
 
@@ -204,9 +207,8 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     values = word.values
     if info.kind is bool:
         if values:
-            raise ValueError(
-                f"{with_value(word.flag, values[0])}: a switch takes no value: use {info.flag} or {negative(info.flag)}"
-            )
+            given = with_value(word.flag, values[0] or "''")
+            raise ValueError(f"{given}: a switch takes no value: use {info.flag} or {negative(info.flag)}")
         return word.flag in info.flags
     if not values and info.alone is not None:
         return info.alone
@@ -261,8 +263,7 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")
         return
-    # transformers and vLLM call query groups so, which no spelling is near to.
-    near = nearest_name(word.flag.replace("kv-heads", "query-groups"), flags)
+    near = nearest_name(_THEIRS.sub(lambda match: _OURS[match[0]], word.flag), flags)
     if near is None:
         given.problems.append(f"{word.flag} is not a flag: --help all lists them")
         return

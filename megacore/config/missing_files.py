@@ -14,7 +14,7 @@ from typing import TypeGuard
 from megacore.config.checkpoint import AUTO, OR_AUTO
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
-from megacore.config.spelling import flag_and_value
+from megacore.config.spelling import flag, flag_and_value
 from megacore.files import unreadable
 from megacore.remote import RemotePath, is_url, url_problem
 
@@ -71,7 +71,8 @@ def missing_files(config: Config, world_size: int = 1) -> list[str]:
         prefixes = data.prefixes(named=False)
     except ValueError:  # validate reports it
         prefixes = ()
-    datasets = [("--data-path ", prefix) for prefix in prefixes]
+    typed = {word: name for name in ("valid_data_path", "train_data_path") for word in getattr(data, name)}
+    datasets = [(f"{flag(typed.get(prefix, 'data_path'))} ", prefix) for prefix in prefixes]
     datasets += [(f"--valid-sets {name}=", prefix) for name, prefix in data.named_valid_sets().items()]
     problems += [
         problem for given, prefix in datasets if _is_set(prefix) and (problem := _missing_dataset(given, prefix))
