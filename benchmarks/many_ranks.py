@@ -32,7 +32,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.commands.pretrain_gpt import read_config
-from megacore.commands.tool import ToolParser, float_or_nan, positive, run_tool
+from megacore.commands.tool import PassingParser, float_or_nan, positive, run_tool
 from megacore.config.fields import field_infos
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.parallel import ParallelConfig
@@ -208,7 +208,7 @@ def rows(degrees: Degrees, job: Job, worst: float) -> dict[str, str]:
     }  # fmt: skip
 
 
-class _Parser(ToolParser):
+class _Parser(PassingParser):
     """Leaves the flags that it does not know to pretrain_gpt.py, and refuses what that would refuse of any layout."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -218,7 +218,7 @@ class _Parser(ToolParser):
             UserError: degrees are missing, or too many processes are asked for.
             SystemExit: pretrain_gpt.py refuses a layout, and has said why.
         """
-        options, options.flags = self.parse_known_args(args, namespace)
+        options = super().parse_args(args, namespace)
         columns = [getattr(options, name) for name in ("tp", "pp", "dp")]
         if not len(columns[0]) == len(columns[1]) == len(columns[2]) > 0:
             raise UserError("every layout needs --tp, --pp and --dp: give each once per layout")

@@ -15,13 +15,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
-from megacore.commands.tool import ToolParser, run_tool, with_config
+from megacore.commands.tool import PassingParser, run_tool, with_config
 from megacore.config import Config, OptimizerConfig, OptimizerSettings, TrainingConfig
 from megacore.config.constraints import schedule_problems
 from megacore.config.fields import Section, field_infos
@@ -43,17 +42,15 @@ _S = TypeVar("_S", bound=Section)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
-    parser = ToolParser.of("draw_lr")
+    parser = PassingParser.of("draw_lr")
     words = with_config(sys.argv[1:] if argv is None else argv)
-    known, flags = parser.parse_known_args(words) if not {"-h", "--help"} & set(words) else (None, [])
-    own = words if known is None else ([] if known.output is None else ["--output", str(known.output)])
-    return run_tool(parser, own, partial(_draw, flags))
+    return run_tool(parser, words, _draw)
 
 
-def _draw(flags: Sequence[str], args: argparse.Namespace) -> None:
+def _draw(args: argparse.Namespace) -> None:
     if args.output is not None:
         require_writable(args.output)
-    config, settings, iterations, sizes = _configuration(flags)
+    config, settings, iterations, sizes = _configuration(args.flags)
     if args.output is None:
         steps = sorted({1 + round(i * (iterations - 1) / (_ROWS - 1)) for i in range(_ROWS)})
     else:

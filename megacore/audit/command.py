@@ -24,7 +24,7 @@ from megacore.audit.commits import commits_since, first_change
 from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import replay
 from megacore.checkpoint.directory import MANIFEST_NAME, published
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import PassingParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.errors import EXIT_REFUSED, UserError
 from megacore.remote import Location, usable
@@ -36,11 +36,11 @@ _NEVER = (
 )
 
 
-class _Parser(ToolParser):
+class _Parser(PassingParser):
     """What it does not know is of the replay's layout."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, known.flags = self.parse_known_args(args, namespace)
+        known = super().parse_args(args, namespace)
         if known.flags and known.replay is None and known.bisect is None:
             self.error(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
         if known.against is not None and known.bisect is None:

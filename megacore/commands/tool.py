@@ -17,14 +17,15 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from megacore.config.cli import GRACE_SECONDS, refusal
 from megacore.config.fields import LARGEST_INT
-from megacore.config.messages import one_of
-from megacore.config.numbers import nearest_ints, parse_int
+from megacore.config.messages import did_you_mean, nearest_name, one_of
+from megacore.config.numbers import is_number, nearest_ints, parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.files import output_is_closed
 from megacore.remote import is_url
@@ -41,18 +42,25 @@ _NO_ROOM = {
 }
 
 
-class _Refusal(Exception):
-    """A command line that cannot be understood."""
+@dataclass
+class Scanned:
+    """What a command line says.
 
+    Attributes:
+        values: of the parser's flags, as argparse has them.
+        rest: words of other flags.
+        problems: everything that is wrong with the parser's own flags.
+        given: these flags, as they are spelled in the parser.
+        misread: those without a value that can be read.
+        seen: what is given, by destination, with a readable value or not.
+    """
 
-class Refused(NamedTuple):
-    """Words of a command line that are refused."""
-
-    flag: str  # that they begin with
-    said: str
-    place: int  # of the first of them
-    length: int
-    instead: tuple[str, ...] = ()  # words that are read in their place
+    values: argparse.Namespace
+    rest: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+    misread: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
 
 
 def with_config(words: Sequence[str]) -> list[str]:
@@ -63,8 +71,8 @@ def with_config(words: Sequence[str]) -> list[str]:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line. It refuses empty values, but of flags whose metavar is TEXT, and
-    flags that are given twice with different values."""
+    """An argument parser that finds everything that is wrong with a command line. It refuses empty values, but of flags
+    whose metavar is TEXT, and flags that are given twice with different values."""
 
     run_flag: str | None = None  # `older` of a flag
 
@@ -125,71 +133,166 @@ class ToolParser(argparse.ArgumentParser):
             to = (self._mutually_exclusive_groups or [self.add_mutually_exclusive_group(required=True)])[0]
         to.add_argument(*names, help=help, **more)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        for empty in self.empty_flags(words):
-            self.error(empty.said)
-        return super().parse_known_args(self._with_run_first(words), namespace)
-
-    def _with_run_first(self, words: list[str]) -> list[str]:
-        """The words with a run in its place that is given by its older flag."""
-        for place, word in enumerate(words):
-            flag, equals, value = word.partition("=")
-            # First, as argparse gives positional arguments their values in order.
-            if self.run_flag is not None and flag == self.run_flag:
-                end = place + (1 if equals else 2)
-                run = value if equals else "".join(words[place + 1 : end])
-                if not run:
-                    self.error(f"{flag} is empty: give it a value, or the run alone, as in output/mine")
-                return [run, *words[:place], *words[end:]]
-        return words
-
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for contradiction in self.contradictions(sys.argv[1:] if args is None else args):
-            self.error(contradiction)
-        return super().parse_args(args, namespace)
+        """As argparse has it. Raises UserError with everything that is wrong."""
+        found = self.scan(sys.argv[1:] if args is None else args)
+        flags = [word.partition("=")[0] for word in found.rest if self._is_flag(word)]
+        unknown = [flag for flag in flags if flag not in self.names()]  # which may follow --
+        for flag in unknown:
+            near = nearest_name(flag, self.names())
+            found.problems.append(f"{flag} is not a flag" + (f": did you mean {near}?" if near else ": leave it out"))
+            found.seen |= {self._option_string_actions[near].dest} if near else set()
+        if not unknown and found.rest:
+            found.problems.append(f"'{' '.join(found.rest)}' belongs to no flag: leave it out")
+        require_none([*found.problems, *self._missing(found)])
+        return found.values
 
-    def empty_flags(self, words: Sequence[str]) -> Iterator[Refused]:
-        for place, word in enumerate(words):
-            flag, equals, value = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None or action.nargs == 0 or action.metavar == "TEXT":
-                continue
-            if (equals and not value) or (not equals and list(words[place + 1 : place + 2]) == [""]):
-                way = f"use {one_of(list(action.choices))}" if action.choices is not None else "give it a value"
-                also = "" if action.required else ", or leave the flag out"
-                yield Refused(flag, f"{flag} is empty: {way}{also}", place, 1 if equals else 2)
+    def names(self) -> frozenset[str]:
+        """All flags, by each of their names."""
+        return frozenset(self._option_string_actions)
 
-    def contradictions(self, words: Sequence[str]) -> Iterator[str]:
-        """Flags that are given twice with different values, of which argparse takes the last."""
-        values: dict[str, dict[str, str]] = {}  # by destination, the flag of each value
-        several = set[str]()
-        # What follows -- is no flag, however it is spelled.
-        words = list(itertools.takewhile(lambda word: word != "--", words))
-        for place, word in enumerate(words):
+    def scan(self, words: Sequence[str]) -> Scanned:
+        """Read a command line to its end, whatever is wrong with it."""
+        usual = {action.dest: action.default for action in self._actions if action.default is not argparse.SUPPRESS}
+        found = Scanned(argparse.Namespace(**(usual | self._defaults)))
+        waiting = self._get_positional_actions()
+        texts: dict[str, dict[str, str]] = {}  # by destination, the flag of each value
+        # Its older flag gives the run, wherever it stands.
+        run = waiting.pop(0) if self.run_flag in [word.partition("=")[0] for word in words] else None
+        left, is_rest, ended = list(words), False, False
+        while left:
+            word = left.pop(0)
             flag, equals, text = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None or action.nargs == 0 or isinstance(action, argparse._AppendAction):
+            flag = self._spelled(flag)
+            action = run if flag == self.run_flag else self._option_string_actions.get(flag)
+            if word == "--" and not ended:  # no flag follows
+                ended, is_rest = True, False
                 continue
-            following = list(itertools.takewhile(lambda one: not self._is_flag(one), words[place + 1 :]))
-            if action.nargs is None:
-                del following[1:]
-            elif action.nargs == "?":
-                following = [one for one in following[:1] if one in (action.choices or ())] or [str(action.const)]
+            if action is not None and not ended:
+                values = [text] if equals else self._following(action, left)
+                is_rest = False
+            elif waiting and not is_rest and (ended or not self._is_flag(word)):
+                action = waiting.pop(0)
+                flag, values = str(action.metavar), [word]
+                if action.nargs == argparse.REMAINDER:
+                    values, left = [word, *left], []
             else:
-                several.add(action.dest)
-            values.setdefault(action.dest, {}).setdefault(text if equals else " ".join(following), flag)
-        for name, flags in values.items():
-            if len(flags) > 1:
-                both = " and as ".join(f"{flag} {text}" for text, flag in flags.items())
-                way_out = "give all of its values after one flag" if name in several else "keep one of them"
-                yield f"{next(iter(flags.values()))} is given twice, as {both}: {way_out}"
+                is_rest = is_rest or (self._is_flag(word) and not ended)
+                found.rest.append(word)
+                continue
+            try:
+                value = self._value(action, flag, values, bool(equals))
+            except ValueError as error:
+                found.problems.append(str(error))
+                found.misread.add(flag)
+            else:
+                action(self, found.values, value, flag)
+            found.given += [flag] if action.option_strings else []
+            texts.setdefault(action.dest, {}).setdefault(" ".join(values or [str(action.const)]), flag)
+        found.seen.update(texts)
+        found.problems += self._repeated(texts)
+        return found
+
+    def _spelled(self, flag: str) -> str:
+        """A flag as it is spelled here, if it is one with underscores, or begins like only one."""
+        dashed = flag.replace("_", "-") if flag.startswith("--") else flag
+        if not self.allow_abbrev or not flag.startswith("--") or dashed in self.names():
+            return dashed
+        like = [name for name in self.names() if name.startswith(dashed)]
+        return like[0] if len(like) == 1 else dashed
 
     def _is_flag(self, word: str) -> bool:
-        return word.startswith("--") or word.partition("=")[0] in self._option_string_actions
+        is_one = len(word) > 1 and word.startswith("-") and " " not in word and not is_number(word)
+        return is_one or word.partition("=")[0] in self.names()
+
+    def _following(self, action: argparse.Action, left: list[str]) -> list[str]:
+        """Take the values of a flag from the words that are left."""
+        most = 1 if action.nargs in (None, "?") else action.nargs if isinstance(action.nargs, int) else len(left)
+        found = list(itertools.takewhile(lambda word: not self._is_flag(word), left[:most]))
+        del left[: len(found)]
+        return found
+
+    def _value(self, action: argparse.Action, flag: str, values: list[str], is_joined: bool) -> Any:
+        """What the words after a flag stand for. Raises ValueError with the sentence that refuses them."""
+        shown, choices = f"{flag} {' '.join(values)}".rstrip(), list(action.choices or ())
+        if action.nargs == 0:
+            if is_joined:
+                raise ValueError(f"{shown}: a switch takes no value: use {flag}")
+            return []
+        if "" in values and action.metavar != "TEXT":
+            way = f"use {one_of(choices)}" if choices else "give it a value"
+            way += ", or the run alone, as in output/mine" if flag == self.run_flag else ""
+            raise ValueError(f"{flag} is empty: {way}" + ("" if action.required else ", or leave the flag out"))
+        if not values and action.nargs == "?":
+            return action.const
+        if len(values) < (action.nargs if isinstance(action.nargs, int) else 1):
+            metavar = action.metavar if isinstance(action.metavar, tuple) else [action.metavar or one_of(choices)]
+            count = "a value" if len(metavar) == 1 else f"{len(metavar)} values"
+            said = f"{flag} needs {count}: {flag} {' '.join(metavar)}"
+            if action.nargs == "+" and metavar == ["FLAGS"]:
+                said += f', in quotes; flags of one word after a space, as in {flag} " --compile"'
+            raise ValueError(said)
+        found = []
+        for text in values:
+            try:
+                found.append(text if action.type is None else action.type(text))  # type: ignore[operator]
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{flag} {error}") from None
+            except ValueError:
+                raise ValueError(f"{flag} {text} is not a number") from None
+            if choices and found[-1] not in choices:
+                raise ValueError(
+                    f"{flag} {text} is not known: use {one_of(choices)}{did_you_mean(text, map(str, choices))}"
+                )
+        return found[0] if action.nargs in (None, "?") else found
+
+    def _repeated(self, texts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+        """Flags that are given twice with different values, of which argparse takes the last."""
+        by_name = {action.dest: action for action in self._actions}
+        for name, flags in texts.items():
+            if len(flags) > 1 and not isinstance(by_name[name], argparse._AppendAction):
+                both = " and as ".join(f"{flag} {text}" for text, flag in flags.items())
+                is_one = by_name[name].nargs in (None, "?")
+                way = "keep one of them" if is_one else "give all of its values after one flag"
+                yield f"{next(iter(flags.values()))} is given twice, as {both}: {way}"
+
+    def _missing(self, found: Scanned) -> Iterator[str]:
+        """What must be given and is not, and alternatives that are given together."""
+        for action in self._actions:
+            if not action.required or action.dest in found.seen:
+                continue
+            if action.option_strings:
+                flag = action.option_strings[0]
+                yield f"{flag} is missing: add {flag} {action.metavar or one_of(list(action.choices or ()))}"
+            elif not found.rest:  # which may have taken it
+                yield f"{action.metavar} is missing: {action.help}"
+        for group in self._mutually_exclusive_groups:
+            names = {one.dest: (one.option_strings or [str(one.metavar)])[0] for one in group._group_actions}
+            both = [name for dest, name in names.items() if dest in found.seen]
+            if not both:
+                yield f"one of {', '.join(names.values())} is missing"
+            if len(both) > 1:
+                yield f"{' and '.join(both)} exclude each other: keep one of them"
 
     def error(self, message: str) -> NoReturn:
-        raise _Refusal(f"{message} (--help lists the flags)")
+        raise UserError(message)
+
+
+def require_none(problems: Sequence[str]) -> None:
+    """Refuse a command line with problems: in one line, or as the trainer lists several. Raises UserError."""
+    if problems:
+        raise ConfigError(problems) if len(problems) > 1 else UserError(problems[0])
+
+
+class PassingParser(ToolParser):
+    """A parser of a tool that takes a run's flags: what it does not know is in `flags`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it. Raises UserError with everything that is wrong with the tool's own flags."""
+        found = self.scan(sys.argv[1:] if args is None else args)
+        require_none([*found.problems, *self._missing(found)])
+        found.values.flags = found.rest
+        return found.values
 
 
 def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[argparse.Namespace], int | None]) -> int:
@@ -206,7 +309,7 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         return stop.code if isinstance(stop.code, int) else 0
     except ConfigError as error:
         return _say(refusal(parser.prog, error.problems), EXIT_REFUSED)
-    except (_Refusal, UserError) as error:
+    except UserError as error:
         return _say(f"{parser.prog}: error: {error}", EXIT_REFUSED)
     except KeyboardInterrupt:
         return _say(f"{parser.prog}: error: interrupted; nothing was written", EXIT_INTERRUPTED)

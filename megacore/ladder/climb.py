@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megacore.commands.from_python import Pretrained, pretrained
-from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.commands.tool import PassingParser, positive, run_tool
 from megacore.config import Config
 from megacore.config.flags import read_flags
 from megacore.config.spelling import flag_and_value
@@ -58,7 +57,7 @@ _PARTS = (4, 2, 1)  # of the steps of a width, after which a run ends
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a ladder; the exit status is 0 done, 2 refused."""
-    parser = _Parser(
+    parser = PassingParser(
         prog="ladder.py",
         usage="ladder.py [--minutes M] [--widths N ...] [--output-dir DIR] [flags of pretrain_gpt.py]",
         description="Train small models of growing width on your data, and fit loss(parameters, tokens) with its "
@@ -74,14 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     add("--output-dir", type=Path, default=Path("ladder"), metavar="DIR", help="Default: ladder")
     return run_tool(parser, argv, _climb)
-
-
-class _Parser(ToolParser):
-    """What it does not know is of the runs."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, known.flags = self.parse_known_args(args, namespace)
-        return known
 
 
 def _climb(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from megacore.commands.plan_parser import ENTRIES
-from megacore.commands.tool import EXIT_FAILED, ToolParser, run_tool
+from megacore.commands.tool import EXIT_FAILED, PassingParser, ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
@@ -73,14 +73,6 @@ class Request:
     json: Path | None  # file for the result, or None
 
 
-class _Parser(ToolParser):
-    """Leaves the words that it does not know to the trainer."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        arguments, arguments.words = self.parse_known_args(args, namespace)
-        return arguments
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 everything agrees, 1 something differs or a run failed, 2 refused."""
     parser = make_parser()
@@ -96,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> ToolParser:
-    """The parser of the tool's flags. It leaves the others to the trainer, as `words`."""
-    parser = _Parser(
+    """The parser of the tool's flags. It leaves the others to the trainer, as `flags`."""
+    parser = PassingParser(
         prog="verify.py",
         usage="verify.py {pretrain_gpt.py,pretrain_bert.py,MY.py} [flags of the trainer] [--self-test] [--json FILE]",
         allow_abbrev=False,
@@ -125,7 +117,7 @@ def make_parser() -> ToolParser:
 def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """What a command line asks for. `parser`: of `make_parser`, for its refusals. Raises SystemExit where the trainer
     refuses its flags; the message is printed."""
-    program, *words = args.words or [""]
+    program, *words = args.flags or [""]
     name = Path(program).name
     layers: DescribesLayers = gpt_layers
     if name not in ENTRIES and name.endswith(".py") and Path(program).is_file():
