@@ -1,6 +1,6 @@
-"""Keys and values of the tokens that a model has read: each further token costs one position instead of all of them.
-Only megacore's own layers are known to look at other positions in their attention alone, which `KeyValues.of`
-checks."""
+"""Keys and values of the tokens that a model has read, and states of linear attention: each further token costs one
+position instead of all of them. Only megacore's own layers are known to look at other positions in their attention
+alone, which `KeyValues.of` checks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from megacore.config import ResolvedModel
 from megacore.layers.attention import Attention, SelfAttention
 from megacore.layers.block import MLP, GatedMLP, TransformerBlock
 from megacore.layers.latent_attention import LatentAttention
+from megacore.layers.linear_attention import GatedDeltaNet, LinearAttention, Mamba2, Past
 from megacore.layers.lora import is_adapter
 from megacore.layers.moe import MoE
 from megacore.models.gpt import GPTEmbedding, GPTHead, next_token_logits
 from megacore.ops.block_attention import Scene, attend
 from megacore.pipeline.stage import Stage
 
-_ATTENTIONS, _MLPS = (SelfAttention, LatentAttention), (MLP, GatedMLP, MoE)
+_ATTENTIONS, _MLPS = (SelfAttention, LatentAttention, GatedDeltaNet, Mamba2), (MLP, GatedMLP, MoE)
 _BY_LENGTH = ("dynamic", "longrope")  # kinds of --rope-scaling that turn earlier positions otherwise in a longer text
 
 
@@ -34,6 +35,7 @@ class KeyValues:
         self._stage, self._config, self._capacity, self.length = stage, config, capacity, 0
         self._attentions = [module for module in stage.modules() if isinstance(module, Attention)]
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
+        self._past = {module: Past() for module in stage.modules() if isinstance(module, LinearAttention)}
         for attention in self._attentions:
             if attention.rotary is not None:
                 # Tables of the full length at once: they are made anew whenever a longer text comes.
@@ -86,14 +88,16 @@ class KeyValues:
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
+        # For the time of a call only, so that the model is at any time what it was before.
         for attention in self._attentions:
-            # For the time of a call only, so that the model is at any time what it was before.
             attention.mix = partial(self._mix, attention)  # type: ignore[method-assign]
+        for linear, past in self._past.items():
+            linear.mix = partial(_continued, linear, past)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for attention in self._attentions:
-                del attention.mix
+            for module in (*self._attentions, *self._past):
+                del module.mix
 
     def _mix(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """In place of `Attention.mix`: over the keys and values of all tokens so far."""
@@ -117,6 +121,11 @@ class KeyValues:
         bias = None if seen is None else seen.to(query.dtype)
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, enable_gqa=is_grouped)
+
+
+def _continued(attention: LinearAttention, past: Past, projected: Tensor, rates: Tensor, **where: Tensor) -> Tensor:
+    """In place of `LinearAttention.mix`: all tokens are of one document."""
+    return attention.after(past, projected, rates)
 
 
 def _is_own(block: nn.Module) -> bool:

@@ -41,6 +41,14 @@ from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 _EPSILON = 1e-6  # added to the square of a query's and a key's length
 
 
+@dataclasses.dataclass
+class Past:
+    """What the positions so far leave to the next ones of a text that is read piece by piece; None before the first."""
+
+    inputs: Tensor | None = None  # of the convolution, the last ones, [b, T - 1, g f / t]
+    state: Tensor | None = None  # [b, g r / t, k, v]
+
+
 class LinearAttention(ShardedModule):
     """What Gated DeltaNet and Mamba-2 share, heads split over the layer group, whose size divides the number of key
     heads. `config`: sizes of heads, and epsilon of the norm. `mixing`: of other attentions; there are neither windows
@@ -102,9 +110,12 @@ class LinearAttention(ShardedModule):
     def mix(self, projected: Tensor, rates: Tensor, documents: Tensor | None) -> Tensor:
         """What this rank's heads read and let through: [b, s, g (f + r d_v) / t] and [b, s, rates / t] -> [b, s, g r
         d_v / t]."""
-        return self.gated(
-            self.read(projected, rates, [getattr(self, name) for name in self.of_heads], documents), projected
-        )
+        return self.after(None, projected, rates, documents)
+
+    def after(self, past: Past | None, projected: Tensor, rates: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`mix` of positions that follow others, to whose `past` they are added."""
+        parameters = [getattr(self, name) for name in self.of_heads]
+        return self.gated(self.read(projected, rates, parameters, documents, past), projected)
 
     def gated(self, read: Tensor, projected: Tensor) -> Tensor:
         """`let_through` with the gate of what was projected."""
@@ -118,13 +129,22 @@ class LinearAttention(ShardedModule):
         )
         return qkv.flatten(2), gate
 
-    def read(self, projected: Tensor, rates: Tensor, parameters: Sequence[Tensor], documents: Tensor | None) -> Tensor:
-        """What some heads read, [b, s, heads, d_v]: of whole groups, whose `parameters` are those of `of_heads`."""
+    def read(
+        self,
+        projected: Tensor,
+        rates: Tensor,
+        parameters: Sequence[Tensor],
+        documents: Tensor | None,
+        past: Past | None = None,
+    ) -> Tensor:
+        """What some heads read, [b, s, heads, d_v]: of whole groups, whose `parameters` are those of `of_heads`.
+        `past`: of the positions before these, which are added to it."""
         conv, log_decay, decay_bias, *own = parameters
         # Chunks of this rank are further samples.
         qkv, rates = self._chunks(self._groups(projected)[0]), self._chunks(rates)
         age = None if documents is None else self._chunks(self.sequence.take(_ages(documents), 1))
-        mixed = ops.causal_convolution(qkv, conv, before=self._tails(qkv, conv.shape[-1] - 1), age=age)
+        tails = self._tails(qkv, conv.shape[-1] - 1, past)
+        mixed = ops.causal_convolution(qkv, conv, before=tails, age=age)
         mixed = F.silu(mixed + own[0].float() if own else mixed)
         sizes = [self.key_size, self.key_size, self.shared_by * self.value_size]
         groups = mixed.unflatten(-1, (-1, sum(sizes))).transpose(1, 2).split(sizes, -1)  # [b, g/t, s, f]
@@ -133,16 +153,19 @@ class LinearAttention(ShardedModule):
         of_rates = rates.float().unflatten(-1, (-1, 1 + self.corrects, self.shared_by))
         *rate, decay = of_rates.permute(3, 0, 2, 4, 1).flatten(2, 3)
         steps = F.softplus(decay + decay_bias.float().unsqueeze(-1))
-        read, _ = ops.gated_delta_rule(
+        kept = None if past is None else past.state
+        read, state = ops.gated_delta_rule(
             query / math.sqrt(self.key_size) if self.corrects else query,
             key,
             value,
             decay=-log_decay.float().exp().unsqueeze(-1) * steps,
             rate=rate[0].sigmoid() if self.corrects else steps,
             starts=None if age is None else age == 0,
-            before=self._state_before if self.sequence.group.size > 1 else None,
+            before=self._state_before if self.sequence.group.size > 1 else kept,
             corrects=self.corrects,
         )
+        if past is not None:
+            past.state = state
         if own:
             read = read + own[1].float()[:, None, None] * value
         read = read.to(projected.dtype).transpose(1, 2).contiguous()
@@ -159,8 +182,13 @@ class LinearAttention(ShardedModule):
         pieces = gather_sequence(flat, self.sequence.group).view(ranks, 2, -1)
         return self.sequence.put_together(pieces, 0).view(2 * ranks, -1, *x.shape[1:])
 
-    def _tails(self, x: Tensor, length: int) -> Tensor | None:
-        """The last positions of the chunk before each of this rank's, zeros before the first; None: it has all."""
+    def _tails(self, x: Tensor, length: int, past: Past | None) -> Tensor | None:
+        """The last positions of the chunk before each of this rank's, or of the `past`, zeros before the first; None:
+        it has all."""
+        if past is not None:
+            before = x.new_zeros(x.shape[0], length, x.shape[2]) if past.inputs is None else past.inputs
+            past.inputs = torch.cat([before, x], 1)[:, x.shape[1] :]
+            return before
         if self.sequence.group.size == 1 or length == 0:
             return None
         assert x.shape[1] >= length, "a chunk has fewer positions than the next one's convolution reads of it"

@@ -37,7 +37,7 @@ def gated_delta_rule(
     decay: Tensor,
     rate: Tensor,
     starts: Tensor | None = None,
-    before: Callable[[Tensor], Tensor] | None = None,
+    before: Tensor | Callable[[Tensor], Tensor] | None = None,
     corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The outputs o [b, n, s, v] and the state after the last position [b, n, k, v], in fp32.
@@ -49,8 +49,8 @@ def gated_delta_rule(
         decay: log a, at most 0, [b, n, s].
         rate: b, at least 0, and at most 1 where it corrects, [b, n, s].
         starts: [b, s] bool, the first positions of documents, which read nothing from before. None: there are none.
-        before: gives the state [b, n, k, v] before the first position from what these positions make of any state,
-            [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
+        before: the state [b, n, k, v] before the first position, or what gives it from what these positions make of any
+            state, [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
         corrects: whether a position erases what the state holds for its key, as the delta rule; else Mamba-2's.
     """
     if corrects:
@@ -85,7 +85,9 @@ def gated_delta_rule(
         passes = enters[..., -1:, :] * unit  # the diagonal of M, [b, g, r, c, k, 1]
         makes = torch.einsum("bgcik,bgrciv->bgrckv", key, writes * stays)
     state = torch.zeros_like(makes[:, :, :, 0])
-    if before is not None:
+    if isinstance(before, Tensor):
+        state = before.unflatten(1, (groups, -1))
+    elif before is not None:
         state = torch.cat([state, unit.expand_as(passes[:, :, :, 0])], -1)
         makes = F.pad(makes, (0, unit.shape[-1]))
     states = [state]
@@ -93,7 +95,7 @@ def gated_delta_rule(
         states.append(makes[:, :, :, number] + passed_on(passes[:, :, :, number], states[-1]))
     *entering, final = states
     held = torch.stack(entering, 3)
-    if before is not None:
+    if callable(before):
         first = before(final.flatten(1, 2)).unflatten(1, (groups, -1))
         final = final[..., :wide] + passed_on(final[..., wide:], first)
         held = held[..., :wide] + passed_on(held[..., wide:], first.unsqueeze(3))

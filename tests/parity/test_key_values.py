@@ -18,10 +18,9 @@ from tests.matrix.programs import PROGRAMS, Changes
 from tests.parity.runs import make_config
 
 CPU, POSITIONS, PIECES = torch.device("cpu"), 24, (1, 5, 1, 1, 9, 1)
-# A longer text turns earlier positions otherwise, or leaves tokens out of their experts; the state of linear attention
-# is not kept.
+# A longer text turns earlier positions otherwise, or leaves tokens out of their experts.
 WITHOUT = {"stretched", "phi longrope", "capacity", "first", "padded", "limited"}
-WITHOUT |= {"deltanet", "deltanet packed", "qwen3-next"}
+MODELS = PROGRAMS | {"mamba": {**PROGRAMS["deltanet"], "layer_pattern": "m,f"}}
 
 
 def model(changes: Changes) -> tuple[Stage, ResolvedModel, KeyValues | None]:
@@ -34,10 +33,10 @@ def model(changes: Changes) -> tuple[Stage, ResolvedModel, KeyValues | None]:
     return stage, config, KeyValues.of(stage, config, POSITIONS)
 
 
-@pytest.mark.parametrize("name", [name for name, changes in PROGRAMS.items() if "bert_style" not in changes])
+@pytest.mark.parametrize("name", [name for name, changes in MODELS.items() if "bert_style" not in changes])
 @torch.no_grad()
 def test_pieces_have_the_logits_of_the_whole(name: str) -> None:
-    stage, _, read = model({**PROGRAMS[name], "mtp_num_layers": 0})  # blocks that generation leaves out
+    stage, _, read = model({**MODELS[name], "mtp_num_layers": 0})  # blocks that generation leaves out
     assert (read is None) == (name in WITHOUT)
     if read is None:
         return
@@ -49,11 +48,11 @@ def test_pieces_have_the_logits_of_the_whole(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "stretched"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "stretched", "deltanet", "mamba"])
 @torch.no_grad()
 def test_generation_goes_on_beyond_the_positions(name: str) -> None:
     """Then the beginning is left out, and with it every position changes."""
-    stage, config, _ = model(PROGRAMS[name])
+    stage, config, _ = model(MODELS[name])
     tokens = [3, 1, 4]
     found = list(generate(stage, config, tokens, max_new_tokens=POSITIONS + 5, sampling=Sampling(temperature=0.0)))
     for _ in found:
