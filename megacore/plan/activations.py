@@ -14,6 +14,7 @@ from megacore.config.logits import head_has_loss, logits_bytes, loss_chunks
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.models.size import vocabulary_rows
+from megacore.pipeline.layer_time import linear_bytes
 from megacore.plan.shared_results import once_per
 from megacore.plan.state import expert_share
 
@@ -65,21 +66,6 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     mlp = e * inner * (ACTIVATIONS[block.activation].kept - light)
     masks = 2 * residual / e if block.hidden_dropout and on_cpu else 0.0
     return norms + attention + mlp + routed + masks
-
-
-def linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
-    """Of linear attention for a token. It keeps what the norm and the gate of its result read and give; selective
-    recomputation keeps what is projected and the result. In fp32 (ops/delta_rule.py) what the convolution reads and
-    gives, queries and keys of a group, keys and values of every head in some forms, and of a chunk of 64 positions
-    matrices of its own size, one that passes states on, and states."""
-    keys, values = block.linear_widths
-    if not kept:
-        return e * (2.0 * keys + 3.0 * values)
-    k, v = block.linear_key_head_dim, block.linear_value_head_dim
-    of_keys, of_head = 9 * keys, 2.5 * k + 4 * v + 7 * 64 + k * (k + 2.2 * v) / 64
-    if block.is_mamba:
-        of_keys, of_head = 6 * keys, 7 * v + 3.25 * 64 + 1.6 * k * v / 64
-    return 5.0 * e * values + 4.0 * (3 * (2 * keys + values) + of_keys + block.linear_num_value_heads * of_head)
 
 
 @once_per("layers")

@@ -24,8 +24,7 @@ from megacore.config.logits import head_has_loss
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
 from megacore.models.size import attention_matrices, short_matrices, vocabulary_rows
-from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.activations import linear_bytes
+from megacore.pipeline.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES, chunk_flops, linear_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.shared_results import once_per
@@ -242,15 +241,10 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
     tokens = config.training.micro_batch_size * config.rank_positions
     if block.is_linear:
-        # Roughly: products of chunks of 64 in fp32 (ops/delta_rule.py), one after the other for the states, and what
-        # is kept written and read.
-        k, v, c = block.linear_key_head_dim, block.linear_value_head_dim, 64
-        flops = c * (5 * k + 3 * v) + 2 * k * (k + 3 * v) + 2 * k * k * v / c
-        if block.is_mamba:  # which solves nothing
-            flops = 2 * c * (k + v) + 4 * k * v
+        # Roughly: products of chunks, one after the other for the states, and what is kept written and read.
         peak = min(speed.cluster.peak("fp32") or speed.peak, speed.peak)
         peak *= speed.cluster.device.product_efficiency.of(speed.case)
-        least = tokens * block.linear_num_value_heads * flops / t / peak + 2 * speed.launch * config.rank_positions / c
+        least = tokens * chunk_flops(block) / t / peak + 2 * speed.launch * config.rank_positions / 64
         least += speed.memory(2 * tokens * linear_bytes(block, speed.element, kept=True) / t)
         return Parts(attention=least), Parts(attention=2 * least)
     heads, d = block.num_attention_heads / t, block.head_size
