@@ -349,15 +349,15 @@ class MoE(nn.Module):
         return Route(indices, counted, counts, sent, assignment, gap)
 
     def _routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
-        layer, group = self.ranks.layer, self.ranks.dispatch
+        layer, group, turns = self.ranks.layer, self.ranks.dispatch, self.ranks.turns
         if self.blocks.divide:
             x, weights = self.blocks.shared(x), self.blocks.shared(weights)
         elif self.sequence_parallel:
             x, weights = gather_sequence(x, layer), gather_sequence(weights, layer)
         else:
             x, weights = (copy_to_group(part, layer, in_place=True) for part in (x, weights))
-        rows = self._computed(dispatch(x.flatten(0, 1), assignment, group), assignment.counts)
-        output = combine(rows, weights.flatten(0, 1), assignment, group)
+        rows = self._computed(dispatch(x.flatten(0, 1), assignment, group, turns), assignment.counts)
+        output = combine(rows, weights.flatten(0, 1), assignment, group, turns)
         if self.blocks.divide:
             return self.blocks.parted(output.view_as(x))
         if self.sequence_parallel:

@@ -3,6 +3,7 @@ as the last of them is done. The first step of a run is left out where there is 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,7 @@ class _Transfers:
     def __init__(self, mesh: Mesh, timer: ActionTimer) -> None:
         self._degrees, self._device, self._timer = mesh.degrees, mesh.device, timer
         self.noted: list[TracedTransfer] = []
+        self._numbers = itertools.count()
         self._copies: list[_Copy] = []
 
     def clear(self) -> None:
@@ -48,7 +50,8 @@ class _Transfers:
         """A context that notes its time; messages are the pipeline's, which the timer notes."""
         if kind.is_message:
             return wait
-        return _Noted(self.noted, f"{kind.in_words} {group_in_words(ranks, self._degrees)}", nbytes, wait)
+        name = f"{kind.in_words} {group_in_words(ranks, self._degrees)}"
+        return _Noted(self.noted, TracedTransfer(name, nbytes, 0.0, 0.0, next(self._numbers)), wait)
 
     @contextmanager
     def copying(self, name: str, nbytes: int) -> Iterator[None]:
@@ -69,8 +72,8 @@ class _Transfers:
 class _Noted(AbstractContextManager["_Noted"]):
     """Notes each time that it is entered: once where a collective is waited for at once, else to post and to wait."""
 
-    def __init__(self, noted: list[TracedTransfer], name: str, nbytes: int, wait: AbstractContextManager[Any]) -> None:
-        self._noted, self._name, self._bytes, self._wait = noted, name, nbytes, wait
+    def __init__(self, noted: list[TracedTransfer], one: TracedTransfer, wait: AbstractContextManager[Any]) -> None:
+        self._noted, self._one, self._wait = noted, one, wait
 
     def __enter__(self) -> _Noted:
         self._start = time.time()
@@ -79,7 +82,7 @@ class _Noted(AbstractContextManager["_Noted"]):
 
     def __exit__(self, *error: Any) -> None:
         self._wait.__exit__(*error)
-        self._noted.append(TracedTransfer(self._name, self._bytes, self._start, time.time()))
+        self._noted.append(self._one._replace(start=self._start, end=time.time()))
 
 
 class Tracer(Callback):

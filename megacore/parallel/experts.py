@@ -40,6 +40,7 @@ from megacore.parallel.collectives import PartsExchanged, RowsExchanged
 from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.products import Products, TorchProducts
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
+from megacore.parallel.turns import Turns
 
 
 @dataclass
@@ -60,10 +61,11 @@ class ExpertRanks:
     # The rows of each source are multiplied apart, and give a gradient of the weights each, as they do on the rank that
     # they come from: --reproducible adds these terms exactly.
     apart: bool = False
+    turns: Turns | None = None  # with what else computes while rows travel; None: nothing does
 
     @classmethod
-    def of(cls, mesh: Mesh, *, sequences: int, apart: bool = False) -> ExpertRanks:
-        return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences, apart=apart)
+    def of(cls, mesh: Mesh, *, sequences: int, apart: bool = False, turns: Turns | None = None) -> ExpertRanks:
+        return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences, apart=apart, turns=turns)
 
 
 # ---- where rows go
@@ -141,23 +143,23 @@ def occurrences(indices: Tensor, count: int) -> Tensor:
     return flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
+def dispatch(tokens: Tensor, assignment: Assignment, group: Group, turns: Turns | None = None) -> Tensor:
     """[t, h] of every rank -> this rank's rows, [r, h], by expert, source, token; or, apart, by source, expert,
-    token."""
+    token. `turns`: pauses for another computation while rows travel."""
     rows: Tensor = _Replicated.apply(tokens, assignment)
     if group.size == 1:
         return rows
-    received: Tensor = _Exchanged.apply(rows, assignment.send, assignment.receive, group)
+    received: Tensor = _Exchanged.apply(rows, assignment.send, assignment.receive, group, turns)
     return received if assignment.grouped is None else _permuted(received, assignment.grouped, assignment.arrival)
 
 
-def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group, turns: Turns | None = None) -> Tensor:
     """Each token's weighted sum of what its experts gave, [t, h], in fp32 and ascending order of experts. `rows`: [r,
-    h], in the order of `dispatch`. `weights`: [t, k] fp32."""
+    h], in the order of `dispatch`. `weights`: [t, k] fp32. `turns`: as there."""
     if group.size > 1:
         if assignment.grouped is not None:
             rows = _permuted(rows, assignment.arrival, assignment.grouped)
-        rows = _Exchanged.apply(rows, assignment.receive, assignment.send, group)
+        rows = _Exchanged.apply(rows, assignment.receive, assignment.send, group, turns)
     combined: Tensor = _Combined.apply(rows, weights, assignment)
     return combined
 
@@ -216,13 +218,23 @@ class _Exchanged(Node):
     """Rows for every rank against theirs for this one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return RowsExchanged(x, send, receive, group).wait()
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, turns: Turns | None
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group, ctx.turns = send, receive, group, turns
+        return _exchanged(x, send, receive, group, turns)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return RowsExchanged(grad.contiguous(), ctx.receive, ctx.send, ctx.group).wait(), None, None, None
+        dx = _exchanged(grad.contiguous(), ctx.receive, ctx.send, ctx.group, ctx.turns)
+        return dx, None, None, None, None
+
+
+def _exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, turns: Turns | None) -> Tensor:
+    under_way = RowsExchanged(x, send, receive, group)
+    if turns is not None:
+        turns.pause()
+    return under_way.wait()
 
 
 # ---- a loss on the way

@@ -99,7 +99,7 @@ class RandomStreams:
     """The source of dropout masks of one model replica."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
+        self._seed, self.device = seed, device
         self._generator = torch.Generator(device=device)
         # Global index of the microbatch that is being computed. Who computes one sets it first: the runtime before a
         # forward, recomputation before the second one.

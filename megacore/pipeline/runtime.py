@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,8 +21,18 @@ from megacore.errors import UserError
 from megacore.parallel.heartbeat import Phase, phase
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.turns import Turns
 from megacore.pipeline.backward import WeightHalf, accumulate_gradients, input_half
-from megacore.pipeline.schedule import Action, Kind, Op, Schedule, Timed, build_schedule, peer_stage
+from megacore.pipeline.schedule import (
+    Action,
+    Kind,
+    Op,
+    Schedule,
+    Timed,
+    backwards_beside,
+    build_schedule,
+    peer_stage,
+)
 from megacore.pipeline.schedule_file import placement, training_schedule
 from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
 from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
@@ -92,7 +102,7 @@ class ActionObserver(Protocol):
 class PipelineRuntime:
     """Runs microbatches through this rank's stages. `chunks`: the stages of this rank, in the order of the forward.
     `transport`: how tensors reach the other stages. `task`: the model's input and loss, and the shapes that stages
-    exchange."""
+    exchange. `turns`: lets DualPipeV's backward run where a forward waits for experts; None: none does."""
 
     def __init__(
         self,
@@ -102,8 +112,10 @@ class PipelineRuntime:
         transport: Transport,
         parallel: ParallelConfig,
         task: PipelineTask,
+        turns: Turns | None = None,
     ) -> None:
         self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
+        self.turns = turns
         self.placement = placement(parallel)
         self.stages = self.placement.stages_of(group.rank)  # numbers of the chunks among the stages of the model
         self.last_stage = self.placement.stages - 1
@@ -174,7 +186,8 @@ class PipelineRuntime:
                 else build_schedule(forward, self.group.size, microbatches, len(self.chunks))
             )
             prove(schedule, trains=trains)
-            self._plans[trains, microbatches] = _Plan(schedule, list(schedule.action_groups(self.group.rank)))
+            beside = {} if self.turns is None else backwards_beside(schedule, self.group.rank)
+            self._plans[trains, microbatches] = _Plan(schedule, list(schedule.action_groups(self.group.rank)), beside)
         return self._plans[trains, microbatches]
 
 
@@ -184,6 +197,7 @@ class _Plan:
 
     schedule: Schedule  # of all ranks of the pipeline
     action_groups: list[tuple[bool, list[Action]]]  # this rank's actions, with whether each group is of transfers
+    beside: Mapping[Action, Action] = field(default_factory=dict)  # backwards that begin beside a forward, by this one
 
     def only(self, microbatch: int) -> _Plan:
         """The part of the plan that computes one microbatch, which waits for nothing of others."""
@@ -228,16 +242,26 @@ class _Run:
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
-        observer = self.runtime.observer
+        observer, timer = self.runtime.observer, self.runtime.timer
+        # An observer sees computations one after the other.
+        turns, begun = self.runtime.turns if observer is None else None, set[Action]()
         for is_transfer, group in self.plan.action_groups:
             if is_transfer:
                 self.transfer(group)
                 continue
             for action in group:
+                if turns is not None and action in self.plan.beside:
+                    begun.add(self.plan.beside[action])
+                    turns.begin(partial(self.compute, self.plan.beside[action]))
+                if turns is not None and action in begun:
+                    # What is left of one that has begun: the time before is the forward's.
+                    with timer.measure(action) if turns.has_begun else nullcontext():
+                        turns.finish()
+                    continue
                 with nullcontext() if observer is None else observer.action(action):
                     self.compute(action)
         if self.plan.schedule.ranks > 1:
-            with self.runtime.timer.waiting():
+            with timer.waiting():
                 self.runtime.transport.drain()
         return self.total_loss
 
@@ -466,17 +490,17 @@ class ActionTimer:
         self._device = device
         self._records: list[_Record] = []
         self._pass: tuple[Mark, Mark] | None = None
-        self._is_open = False
+        self.is_open = False
 
     def measure(self, action: Action) -> AbstractContextManager[None]:
-        return self._timed("compute", (action,)) if self._is_open else _UNTIMED
+        return self._timed("compute", (action,)) if self.is_open else _UNTIMED
 
     def waiting(self, *actions: Action) -> AbstractContextManager[None]:
         """Times the wait for the arrival of a tensor, or, without an action, for the last sends."""
-        return self._timed("wait", actions) if self._is_open and self.tracing else _UNTIMED
+        return self._timed("wait", actions) if self.is_open and self.tracing else _UNTIMED
 
     def posting(self, actions: Sequence[Action]) -> AbstractContextManager[None]:
-        return self._timed("post", tuple(actions)) if self._is_open and self.tracing else _UNTIMED
+        return self._timed("post", tuple(actions)) if self.is_open and self.tracing else _UNTIMED
 
     @contextmanager
     def measure_step(self) -> Iterator[None]:
@@ -485,11 +509,11 @@ class ActionTimer:
         if not self.enabled:
             yield
             return
-        start, self._is_open = self.mark(), True
+        start, self.is_open = self.mark(), True
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_open = False
         self._pass = start, self.mark()
 
     def read(self) -> TimedPass:
@@ -538,6 +562,8 @@ class _Timing:
 
     def __enter__(self) -> None:
         self._start = self._timer.mark()
+        self._timer.is_open = False  # a computation that takes turns with this one has no times of its own
 
     def __exit__(self, *_: object) -> None:
+        self._timer.is_open = True
         self._timer.record(self._kind, self._actions, self._start)

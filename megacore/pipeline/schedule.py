@@ -171,6 +171,23 @@ def first_backward(schedule: Schedule) -> int | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
+def backwards_beside(schedule: Schedule, rank: int) -> dict[Action, Action]:
+    """DualPipeV's backwards, by the forward before each of them, whose gradient is expected before this forward, and
+    which is of the rank's other stage. Such a backward may begin beside the forward: this changes no order of messages,
+    and what it waits for depends on nothing that is later in the order of all ranks."""
+    pairs, late = dict[Action, Action](), set[Action]()
+    forward: Action | None = None  # the last computation, if it is one
+    for action in schedule.actions[rank] if schedule.name == "dualpipev" else ():
+        if action.op.is_transfer:
+            late.add(action)
+            continue
+        is_early = Action(Op.RECV_GRAD, action.microbatch, action.stage) not in late
+        if action.op is Op.BACKWARD and is_early and forward is not None and forward.stage != action.stage:
+            pairs[forward] = action
+        forward, late = action if action.op is Op.FORWARD else None, set()
+    return pairs
+
+
 def transfers_of(action: Action, placement: Placement) -> tuple[Action, Action] | None:
     """The send and the receive that follow a computation; None if no stage of another rank needs its result."""
     stage, i = action.stage, action.microbatch

@@ -45,6 +45,7 @@ class TracedTransfer(NamedTuple):
     nbytes: int  # its size on this rank
     start: float
     end: float
+    number: int = 0  # of a collective, on this rank: the same where it is posted and where it is waited for
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
         for one in step.collectives:
             start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
-            event = _event(one.name, "collective", start, stop, about | {"bytes": one.nbytes})
+            more = {"bytes": one.nbytes, "number": one.number}
+            event = _event(one.name, "collective", start, stop, about | more)
             yield {**event, "pid": pid, "tid": _COLLECTIVES}
         for one in step.copies:
             start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))

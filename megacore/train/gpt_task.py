@@ -23,6 +23,7 @@ from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.turns import Turns
 from megacore.train.task import TransformerTask
 
 
@@ -44,7 +45,13 @@ class GPTTask(TransformerTask):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size, apart=config.training.reproducible)
+        self.turns = Turns(streams) if mesh.dispatch.size > 1 else None
+        experts = ExpertRanks.of(
+            mesh,
+            sequences=config.training.global_batch_size,
+            apart=config.training.reproducible,
+            turns=self.turns,
+        )
         context = dataclasses.replace(context, products=products, experts=experts)
         drawn = RandomWeights(config.model, seed=config.training.seed, width_ratio=config.width_ratio)
         specs = with_adapters(layers(config.model, context), config.lora, config.model, context)

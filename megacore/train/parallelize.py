@@ -86,7 +86,12 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         chunks=chunks,
         parameters=parameters,
         runtime=PipelineRuntime(
-            chunks, mesh.pipeline, transport=Transport(mesh.pipeline, mesh.device), parallel=config.parallel, task=task
+            chunks,
+            mesh.pipeline,
+            transport=Transport(mesh.pipeline, mesh.device),
+            parallel=config.parallel,
+            task=task,
+            turns=task.turns,
         ),
         data_parallel=data_parallel,
         shared=shared,

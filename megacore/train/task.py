@@ -22,6 +22,7 @@ from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.loss import Scored, vocabulary_share
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
+from megacore.parallel.turns import Turns
 from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.stage import TensorSpec
 
@@ -45,6 +46,7 @@ class Task(ABC):
 
     loss_factors: float | Tensor = 1.0  # what training multiplies each sum of the loss by
     main_losses: int | None = None  # how many of the means, from the first, add up to the reported loss; None: all
+    turns: Turns | None = None  # which exchanges of experts pause for another computation; None: there are none
     blocks: Blocks = ONE_BLOCK  # where sums over features, heads and positions are cut, for --reproducible
     batch_type: type[Batch] = Microbatch
     # What describes the layers: the configuration, a program for the model of a configuration, or only the caller.

@@ -18,6 +18,7 @@ from megacore.config import validate
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.schedule import build_schedule, requirements, result
+from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, make_config, make_trainer
 
@@ -61,13 +62,8 @@ def computed(row: list[Event]) -> list[Event]:
     return [event for event in row if event["cat"] == "compute"]
 
 
-CASES: list[Any] = [
-    ((1, 2, 2), "zb-v", 2),
-    *(
-        pytest.param(((1, 2, 1), *schedule), marks=pytest.mark.slow)
-        for schedule in (("zero-bubble", 1), ("interleaved", 2))
-    ),
-]
+MORE = (((1, 2, 1), "zero-bubble", 1), ((1, 2, 1), "interleaved", 2))
+CASES: list[Any] = [((1, 2, 2), "zb-v", 2), *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -162,6 +158,29 @@ def test_the_collectives_of_tensor_and_data_parallelism_are_there(tmp_path: Path
         for group in groups:  # what is waited for last ends on no member before it has begun on all
             last = [next(e for e in reversed(of_rank[rank]) if e["name"] == f"all-reduce {name}") for rank in group]
             assert all(e["ts"] + e["dur"] >= max(other["ts"] for other in last) - 1 for e in last)
+
+
+@needs_pretend
+@pytest.mark.parametrize(("schedule", "crossed"), [("zb-v", [0, 0, 0, 0]), ("dualpipev", [15, 15, 36, 36])])
+def test_dualpipev_computes_while_rows_of_experts_travel(schedule: str, crossed: list[int], tmp_path: Path) -> None:
+    """Between where a rank posts an exchange and waits for it, it posts one of another microbatch: in each pair (5 on
+    the first rank, 12 on the last) both of the forward's, and the first of the backward's."""
+    experts = {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "activation": "swiglu",
+        "disable_bias_linear": True,
+        "ep": 2,
+    }
+    few = {"global_batch_size": 16, "micro_batch_size": 1, "train_iters": 3, "trace_steps": 1, "device": "pretend"}
+    changes = PLAIN | experts | few | {"schedule": schedule, "virtual_stages": 2}
+    run_distributed(run, 4, (1, 2, 2), str(tmp_path), changes, backend="pretend")
+    sent: list[dict[int, list[float]]] = [{}, {}, {}, {}]  # by rank and exchange: when it was posted, and waited for
+    for event in events_of(tmp_path):
+        if event["name"].startswith("all-to-all") and not event["args"]["bytes"]:  # as many rows as there are
+            sent[event["pid"]].setdefault(event["args"]["number"], []).append(event["ts"])
+    times = [list(of_rank.values()) for of_rank in sent]
+    assert [sum(any(a < c < b for c, _ in found) for a, b in found) for found in times] == crossed
 
 
 def test_ranks_that_divide_sequences_are_traced_and_share_the_flops(tmp_path: Path) -> None:

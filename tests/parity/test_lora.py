@@ -99,11 +99,8 @@ def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str 
     context = BuildContext(device=CPU, streams=RandomStreams(0, CPU))
     stage = Stage(with_adapters(gpt_layers(model, context), lora, model, context))
     generator = torch.Generator().manual_seed(1)
-    made = {
-        name: torch.randn(one.spec.shape, generator=generator) * 0.2
-        for name, one in stage.by_name().items()
-        if is_adapter(name)
-    }
+    specs = {name: one.spec for name, one in stage.by_name().items() if is_adapter(name)}
+    made = {name: torch.randn(spec.shape, generator=generator) * 0.2 for name, spec in specs.items()}
     for module in stage.modules():
         if isinstance(module, StackedColumns):  # rows of projections without an adapter stay as they began
             made[module.weight.spec.name] *= module.reads.any(1, keepdim=True)
@@ -113,9 +110,8 @@ def write_adapters(target: Path, base: Path, model: ResolvedModel, targets: str 
         lengths = weights(base)[name.replace("lora_magnitude", "weight")].norm(dim=1)
         changes = made[name.replace("magnitude", "b.weight")].any(1)  # rows without an adapter stay
         made[name] = torch.where(changes, lengths * (1 + made[name]), lengths)
-    config = dataclasses.replace(
-        whole_config(model, None), lora=lora, start=StartConfig(pretrained_checkpoint=str(base))
-    )
+    start = StartConfig(pretrained_checkpoint=str(base))
+    config = dataclasses.replace(whole_config(model, None), lora=lora, start=start)
     target.mkdir()
     types = {name: (value.dtype, tuple(value.shape)) for name, value in made.items()}
     write_weights(target, config, types, iter(made.items()), most_bytes=1 << 30)

@@ -220,10 +220,12 @@ def test_the_orders_of_a_v_are_torchs(name: str, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name, virtual", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: int) -> None:
-    for microbatches in SOME:
-        check(name, virtual, ranks, microbatches)
+@pytest.mark.parametrize(
+    ("ranks", "counts"), [((1, 2, 3, 5, 8), SOME), pytest.param(range(1, 9), range(1, 33), marks=pytest.mark.slow)]
+)
+def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: Any, counts: Any) -> None:
+    for number, microbatches in itertools.product(ranks, counts):
+        check(name, virtual, number, microbatches)
 
 
 @pytest.mark.parametrize("name, virtual", KINDS)
@@ -236,14 +238,6 @@ def test_transfers_do_not_change_what_is_simulated(name: str, virtual: int) -> N
             costs = Costs(forward=f, input_grad=b, weight_grad=w, transfer=transfer)
             without = Simulator.of_computations(computations(name, ranks, microbatches, virtual), stages)
             assert without.timeline(costs) == simulate(build_schedule(name, ranks, microbatches, virtual), costs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, virtual", KINDS)
-def test_every_promise_for_every_number_of_microbatches(name: str, virtual: int) -> None:
-    for ranks in range(1, 9):
-        for microbatches in range(1, 33):
-            check(name, virtual, ranks, microbatches)
 
 
 def test_1f1b_by_hand() -> None:
