@@ -32,6 +32,11 @@ _FILE = FieldInfo(
 _OF_SEVERAL = {"a Megatron-LM flag": "Megatron-LM flags", "without it,": "without them,", "leave it": "leave them"}
 
 
+def _with_way(why: str) -> str:
+    """A reason with what to do, where it says none."""
+    return why if "use " in why or "leave " in why else f"{why}: leave it out"
+
+
 class _Known(OtherTrainers):
     files: Mapping[str, FieldInfo] = {_FILE.name: _FILE}
 
@@ -54,7 +59,7 @@ class _Known(OtherTrainers):
             return None
         (word,) = words
         if why := TABLES["elsewhere"].get(name, {}).get(word):
-            raise ValueError(f"{flag} {word} is a {_MEGATRON} value that megacore does not support: {why}")
+            raise ValueError(f"{flag} {word} is a {_MEGATRON} value that megacore does not support: {_with_way(why)}")
         ours: Any = TABLES["synonyms"].get(name, {}).get(word, word)
         if name in NOTATIONS and "," in word:
             ours = NOTATIONS[name](flag, word)
@@ -64,7 +69,7 @@ class _Known(OtherTrainers):
         if flag in REPLACED:
             return f"a {_MEGATRON} flag: {REPLACED[flag]}"
         if flag in NOT_YET:
-            return f"a {_MEGATRON} flag that megacore does not support: {NOT_YET[flag]}"
+            return f"a {_MEGATRON} flag that megacore does not support: {_with_way(NOT_YET[flag])}"
         return None
 
     def refusal(self, flags: Sequence[str], advice: str) -> str:

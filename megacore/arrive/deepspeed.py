@@ -178,7 +178,7 @@ def _batch_and_samples(value: Value) -> tuple[int, Fraction]:
     """The global batch size, and the samples that have so many tokens."""
     tokens = whole(value, 1)
     if (batch := value.run.number("global_batch_size")) is None:
-        said = f"{value} counts tokens: give --global-batch-size too, or count steps"
+        said = f"{value} counts tokens: add --global-batch-size 8, or another, or count steps"
         raise MissingField("global_batch_size", said)
     return batch, Fraction(tokens, max(value.run.settings.get("seq_length", DataConfig.seq_length), 1))
 

@@ -210,7 +210,7 @@ def _layout(value: Value) -> Translation:
     for pattern in (r"\(([^()]+)\)\*(\d{1,6})", r"([^()*])\*(\d{1,6})"):
         size = sum(len(match[1]) * int(match[2]) for match in re.finditer(pattern, written))
         if size > _LONGEST_LAYOUT:
-            raise ValueError(f"{value} describes more than {_LONGEST_LAYOUT:,} layers: use smaller numbers")
+            raise ValueError(f"{value} describes more than {_LONGEST_LAYOUT:,} layers: leave it out")
         written = re.sub(pattern, lambda match: match[1] * int(match[2]), written)
     if strange := sorted(set(written) - set("EtmL|")):
         raise ValueError(
@@ -262,7 +262,7 @@ def _in_steps(value: Value) -> Translation:
 
 def _batch_size(value: Value, ours: str) -> int:
     if (batch := value.run.number("global_batch_size")) is None:
-        said = f"{value} counts samples: give --global-batch-size, or steps with {ours}"
+        said = f"{value} counts samples: add --global-batch-size 8, or another, or give steps with {ours}"
         raise MissingField("global_batch_size", said)
     return batch
 
@@ -492,7 +492,7 @@ def _moment(value: Value) -> Translation:
 def _muon_blocks(value: Value) -> Translation:
     is_whole = value.value == "blockwise" and value.run.settings.get("tp", 1) == 1
     if value.value not in ("distributed", "duplicated") and not is_whole:
-        raise ValueError(f"{value} has no counterpart: matrices are orthogonalized as a whole, as with distributed")
+        raise ValueError(f"{value} has no counterpart: matrices are orthogonalized as a whole: use distributed")
     return Translation()
 
 

@@ -431,8 +431,23 @@ def _idle_guard(c: Settings) -> Iterator[str]:
         )
 
 
+# The length that a style of the learning rate needs, as tenths of --train-iters.
+_LENGTHS = {
+    "1cycle": ("lr_warmup_iters", 3, "a rise"),
+    "WSD": ("lr_wsd_decay_iters", 1, "the length of its final decay"),
+    "cosine-restarts": ("lr_restart_iters", 2, "the length of its first cycle"),
+}
+
+
+def _lengths(c: Settings) -> Iterator[str]:
+    name, tenths, what = _LENGTHS.get(c.lr_decay_style, ("", 0, ""))
+    if name and not getattr(c, name):
+        yield Problem(f"{c.given('lr_decay_style')} needs {what}", use(name, max(c.train_iters * tenths // 10, 1)))
+
+
 DURATION_RULES: Sequence[Rule] = (
     _schedule,
+    _lengths,
     *rows("steps"),
     _range_test,
     _traced,
@@ -466,7 +481,7 @@ def _vocabulary(c: Settings) -> Iterator[str]:
     # Whatever is wrong with the data; a config.json has the size, or is refused.
     if c.vocab_size is None and c.init_from_hf is None and c.tokenizer is None:
         source = "--mock-data" if c.config.data.mock_data else "--data-path"
-        yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"
+        yield Problem(f"{source} needs a vocabulary", Change("use --tokenizer PATH"), use("vocab_size", 50304))
 
 
 DATA_RULES: Sequence[Rule] = (

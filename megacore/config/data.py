@@ -184,8 +184,8 @@ class DataConfig(Section):
             )
         if not shares[0] / (sum(shares) or 1.0):  # 0, or nothing beside another number or an infinite sum
             raise ValueError(
-                f"--split {self.split} leaves nothing to train on: make the first number a positive share, for example "
-                "949,50,1"
+                f"--split {self.split} leaves nothing to train on, as its first number is no positive share: use, for "
+                "example, 949,50,1"
             )
         return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
 

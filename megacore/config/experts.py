@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.problem import Change, Problem, divisors_of
-from megacore.config.rules import AtMost, Divides, Needs, Rule, Settings, rows
+from megacore.config.rules import AtMost, Divides, Needs, Rule, Settings, rows, use
 
 _EXPERTS = Needs("num_experts")
 
@@ -34,9 +34,12 @@ def _groups(c: Settings) -> Iterator[str]:
             f"experts of a group: use {experts // groups} or less"
         )
     elif c.moe_router_topk > experts // groups * chosen:
-        yield (
+        least = -(-c.moe_router_topk // (experts // groups))
+        yield Problem(
             f"--moe-router-topk {c.moe_router_topk} is more than the {experts // groups * chosen} experts of "
-            f"{chosen} of {groups} groups: use a larger --moe-router-num-groups topk, or fewer groups"
+            f"{chosen} of {groups} groups",
+            use("moe_router_group_topk", least),
+            Change("fewer groups"),
         )
 
 

@@ -265,7 +265,7 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
         return
     near = nearest_name(_THEIRS.sub(lambda match: _OURS[match[0]], word.flag), flags)
     if near is None:
-        given.problems.append(f"{word.flag} is not a flag: --help all lists them")
+        given.problems.append(f"{word.flag} is not a flag: leave it out (--help all lists flags)")
         return
     meant = flags[near].flag if flags[near].owner else near
     given.problems.append(f"{word.flag} is not a flag: did you mean {meant}?")

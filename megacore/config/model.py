@@ -16,8 +16,9 @@ from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.layer_pattern import FULL, LINEAR, MAMBA, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import counted, nearest_multiples, one_of
+from megacore.config.problem import Problem
 from megacore.config.rope_factors import parse_factors
-from megacore.config.rules import AtLeast, AtMost, Divides, Needs, Rule, Settings, rows
+from megacore.config.rules import AtLeast, AtMost, Divides, Needs, Rule, Settings, rows, use
 from megacore.config.spelling import flag
 
 _ROTARY = Needs(position_embedding_type="rope")
@@ -48,10 +49,11 @@ def _pattern(c: Settings) -> Iterator[str]:
         return
     given = f"--layer-pattern {text}"
     if WINDOW in kinds and c.window_size is None:
-        yield f"{given} has blocks with a window: use --window-size"
+        yield Problem(f"{given} has blocks with a window", c.enabled("window_size"))
     if WITHOUT_POSITIONS in kinds and c.position_embedding_type != "rope":
         positions = c.given("position_embedding_type")
-        yield f"{given} has blocks without rotary positions, and {positions} has none: use f instead of n"
+        said = f"{given} has blocks without rotary positions, and {positions} has none"
+        yield Problem(said, use("layer_pattern", str(text).replace(WITHOUT_POSITIONS, "f")))
     for name in ("window_size", "window_rotary_base") if WINDOW not in kinds else ():
         # A window alone is that of every block; its base needs a pattern.
         if c.is_set(name) and (text is not None or name == "window_rotary_base"):
@@ -98,7 +100,9 @@ def _original_context(c: Settings) -> Iterator[str]:
     if c.position_embedding_type != "rope" or c.rope_scaling in ("none", "linear"):
         return
     if c.rope_original_max_positions is None:
-        yield f"{c.given('rope_scaling')} needs original-max-positions: set it to the context in tokens before scaling"
+        said = f"{c.given('rope_scaling')} needs original-max-positions, the context in tokens before scaling"
+        positions = max(int((c.max_position_embeddings or 1024) / c.rope_scaling_factor), 2)
+        yield Problem(said, use("rope_original_max_positions", positions))
     if c.rope_scaling != "longrope" or (c.kv_channels is None and c.hidden_size % c.num_attention_heads):
         return
     if c.rope_original_max_positions == 1:
@@ -272,7 +276,7 @@ class ModelConfig(Section):
     pair of dimensions. Default: none; longrope requires it."""
     rope_long_factors: Annotated[str | None, Flag(metavar="F,F,..."), _LONGROPE] = None
     """longrope's divisors in longer sequences. Default: none; longrope requires it."""
-    window_size: Annotated[int | None, Range(1, 100_000_000)] = None
+    window_size: Annotated[int | None, Range(1, 100_000_000), Flag(example=512)] = None
     """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
     layer_pattern: Annotated[str | None, Flag(("--attention-pattern",), metavar="5*w,f")] = None
     """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions, l

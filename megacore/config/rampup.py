@@ -105,13 +105,16 @@ class BatchSizes:
 def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterator[str]:
     """What is wrong with a ramp beside --global-batch-size and the samples of a microbatch on all replicas."""
     given = flag_and_value("rampup_batch_size", ramp)
+    unit = max(replica_samples, 1)
+    reached = -(-max(ramp.start + 2 * ramp.increment, 2 * unit) // unit) * unit if full is None else full
+    nearest = _nearest(ramp, reached, unit)
+    changed = {} if nearest is None else {"rampup_batch_size": tuple(map(str, nearest))}
+    way = Change(flag_and_value("rampup_batch_size", nearest), changed) if changed else None
     if full is None:
-        yield f"{given} needs the batch size that it grows to: use --global-batch-size"
+        values = {"global_batch_size": reached} | ({} if nearest == ramp else changed)
+        words = " ".join(flag_and_value(name, value) for name, value in values.items())
+        yield Problem(f"{given} needs the batch size that it grows to", Change(words, values))
         return
-    nearest = _nearest(ramp, full, max(replica_samples, 1))
-    way = None
-    if nearest is not None:
-        way = Change(flag_and_value("rampup_batch_size", nearest), {"rampup_batch_size": tuple(map(str, nearest))})
     if ramp.start > full:
         yield Problem(f"{given} begins above --global-batch-size {full}", way)
     elif (full - ramp.start) % ramp.increment:

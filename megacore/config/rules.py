@@ -282,7 +282,7 @@ class AtMost:
     strict: bool = False  # it is not equal either
     least: int = 1  # from which values of the field are tried
     why: str = ""  # follows the constraint
-    # Ways out beside a smaller value: `more` of the bound, `larger` without naming a value, `out`, without the flag, or
+    # Ways out beside a smaller value: `more` of the bound, one that is `larger`, `out`, without the flag, or
     # others in words.
     use: Sequence[str] = ()
     when: Sequence[str] = ()
@@ -320,7 +320,8 @@ class AtMost:
         if self.strict and most is not None and most > value:
             yield use(self.bound, most)
         else:
-            yield Change(f"a larger {flag(self.bound)}")
+            larger = 2 * value if self.strict else value
+            yield Change(flag_and_value(self.bound, larger), {self.bound: larger})
 
 
 class AtLeast(AtMost):
@@ -346,5 +347,5 @@ def _beside(c: Settings, name: str, other: str) -> str:
 
 
 def larger(name: str, above: int) -> Change:
-    """A larger number of steps, tried with one that is well above a bound."""
-    return Change(f"a larger {flag(name)}", {name: 2 * (above + 1)})
+    """A larger number of steps, well above a bound."""
+    return Change(flag_and_value(name, 2 * (above + 1)), {name: 2 * (above + 1)})
