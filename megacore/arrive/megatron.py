@@ -239,7 +239,8 @@ def _layout(value: Value) -> Translation:
         )
     virtual, left = divmod(len(stages), pp)
     if left:
-        raise ValueError(f"{value} has {len(stages)} stages, which --pp {pp} must divide: change one")
+        way = f"use --pp {len(stages)}, or other stages"
+        raise ValueError(f"{value} has {len(stages)} stages, which --pp {pp} must divide: {way}")
     return Translation({"pipeline_layout": ours, **_stages(virtual).values}, _stages(virtual).implied)
 
 

@@ -135,7 +135,7 @@ def _words(argv: Sequence[str], given: Given) -> list[_Word]:
         elif words:
             words[-1].values.append(text)
         else:
-            given.problems.append(f"'{text}' belongs to no flag: every value follows its flag, as in --train-iters 100")
+            given.problems.append(f"'{text}' belongs to no flag: leave it out, or name its flag before it")
     return words
 
 
@@ -213,7 +213,7 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if not values and info.alone is not None:
         return info.alone
     if not values:
-        raise ValueError(f"{word.flag} needs a value: {with_value(word.flag, info.metavar)}")
+        raise ValueError(f"{word.flag} needs a value: use {_with_example(word.flag, info)}")
     if info.kind is tuple:
         return tuple(values)
     if len(values) > 1:
@@ -234,6 +234,14 @@ def _value(word: _Word, info: FieldInfo) -> Any:
         ) from None
 
 
+def _with_example(flag: str, info: FieldInfo) -> str:
+    """A flag with a usual value, if there is one."""
+    usual = info.example if info.default in (None, "", (), dataclasses.MISSING) else info.default
+    if usual is None or isinstance(usual, tuple):
+        return with_value(flag, info.metavar)
+    return f"for example {with_value(flag, number(usual) if isinstance(usual, int | float) else str(usual))}"
+
+
 def _example(text: str, info: FieldInfo) -> str:
     """The whole numbers next to what was given, if it is a number; else the default."""
     if info.kind is int:
@@ -249,7 +257,7 @@ def _example(text: str, info: FieldInfo) -> str:
 
 def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> None:
     if info := flags.get("--" + word.flag.removeprefix("--no-")):  # --no-lr
-        given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.usage}")
+        given.problems.append(f"{word.flag}: only a switch can be turned off: use {_with_example(info.flag, info)}")
         return
     if text := other_trainers().advice(word.flag):
         if word.flag not in (names := given.refused.setdefault(text, [])):
