@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megacore.config import ParallelConfig
 from megacore.errors import UserError
@@ -243,8 +244,9 @@ class _Run:
 
     def execute(self) -> Tensor:
         observer, timer = self.runtime.observer, self.runtime.timer
-        # An observer sees computations one after the other.
-        turns, begun = self.runtime.turns if observer is None else None, set[Action]()
+        # An observer, and who computes with fake tensors on this thread, sees computations one after the other.
+        is_alone = observer is not None or is_in_torch_dispatch_mode()
+        turns, begun = None if is_alone else self.runtime.turns, set[Action]()
         for is_transfer, group in self.plan.action_groups:
             if is_transfer:
                 self.transfer(group)
