@@ -126,6 +126,9 @@ class ParallelConfig(Section):
     sequence_parallel: bool | None = None
     """Splits norms, dropout and residuals along the sequence over the --tp ranks. --tp must divide --seq-length.
     Default: on with accelerators if --tp divides --seq-length, else off."""
+    async_tp: bool = False
+    """Linear layers multiply while pieces of their input and output travel between the --tp ranks. Needs
+    --sequence-parallel."""
     offload_optimizer: bool = False
     """ZeRO-Offload: master weights and optimizer state stay in host memory and are updated there."""
     offload_params: bool = False

@@ -21,6 +21,7 @@ from megacore.models.size import active_parameters, block_parameters
 from megacore.models.spec import LayerSpec
 from megacore.observe.lines import mebibytes, summary_line
 from megacore.observe.provenance import provenance_of
+from megacore.parallel.mesh import may_share_memory
 from megacore.pipeline.partition import stage_ranges
 from megacore.train.task import DTYPES
 
@@ -89,6 +90,7 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
         *([("weights", _on_host(mesh.device))] if parallel.offload_params else []),
         *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
+        *([("async tp", _async_tp(mesh.device))] if parallel.async_tp else []),
         (
             "data",
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
@@ -110,6 +112,12 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
     ]
     first = f"megacore {run['version']}, {code}, on {run['host']}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
     return "\n".join([first, *(summary_line(label, text) for label, text in lines)])
+
+
+def _async_tp(device: torch.device) -> str:
+    """How the ranks exchange what they multiply meanwhile."""
+    way = "symmetric memory" if may_share_memory(device) else f"messages: {device.type} has no symmetric memory"
+    return f"linear layers multiply while pieces travel, by {way}"
 
 
 def _packed(config: ResolvedConfig, packing: Packing | None) -> str:

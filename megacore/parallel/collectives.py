@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 
 from megacore.errors import PeerFailed
 from megacore.ops.dispatch import Node
@@ -25,6 +26,7 @@ Reduction = Literal["sum", "max"]
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _compiled_ops: Any = torch.ops._c10d_functional  # that a graph of torch.compile may hold
+_symmetric: Any = _symmetric_memory
 # Sums of so few bytes over so few ranks are made of messages on a CPU.
 _FEW_BYTES, _FEW_RANKS = 192, 16
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -185,6 +187,29 @@ class SumScattered:
         return self._local
 
 
+class EachExchanged:
+    """Messages between all ranks of a group, each for itself; under way once it is sent. Every rank has to exchange as
+    many, of one shape, in the same order. `like`: a message. `group`: of two ranks or more."""
+
+    def __init__(self, like: Tensor, group: Group) -> None:
+        self._group, self._received = group, like.new_empty(group.size, *like.shape)
+        self._pending = dict[int, Pending]()
+        self._sent = list[Tensor]()  # until all have arrived: see `Pending`
+
+    def send(self, message: Tensor, distance: int) -> None:
+        """To the rank that comes so many places later in group order, and receive from the one as many earlier."""
+        _check(message)
+        source = (self._group.rank - distance) % self._group.size
+        with post(Phase.SHIFT, self._group.ranks, message.nbytes) as watched:
+            works = direct.start_shift(message, self._received[source], self._group, distance)
+        self._pending[source], self._sent = Pending(works, watched=watched), [*self._sent, message]
+
+    def wait(self, source: int) -> Tensor:
+        """What a rank, by its place in the group, has sent."""
+        self._pending[source].wait()
+        return self._received[source]
+
+
 class PartsExchanged:
     """A part of every rank's tensor for each rank, stacked along the first dimension; under way. `x`: [group.size,
     ...], contiguous, a part for each rank. `group`: of two ranks or more."""
@@ -317,6 +342,17 @@ def all_or_none(group: Group, device: torch.device) -> Iterator[None]:
         raise
     if all_reduce_(failed, group, "max").item():
         raise PeerFailed("another rank failed before a collective")
+
+
+def why_no_shared_memory(group: Group) -> str:
+    """Why the ranks of a group cannot read each other's memory, by what torch says; empty if they can. They call this
+    together."""
+    try:
+        _symmetric.enable_symm_mem_for_group(group.name)
+        _symmetric.get_symm_mem_workspace(group.name, min_size=1)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def barrier(group: Group) -> None:

@@ -86,9 +86,10 @@ def exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> li
     return [work for work in works if work is not None]
 
 
-def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.Work]:
-    """Begin to send to the next rank of the group, and to receive from the one before; returns what to wait for."""
-    to, source = ((group.rank + distance) % group.size for distance in (1, -1))
+def start_shift(outgoing: Tensor, incoming: Tensor, group: Group, distance: int = 1) -> list[dist.Work]:
+    """Begin to send to the next rank of the group, and to receive from the one before, or to and from those that are
+    further away; returns what to wait for."""
+    to, source = ((group.rank + places) % group.size for places in (distance, -distance))
     pair = (dist.isend, outgoing, to), (dist.irecv, incoming, source)
     works: list[dist.Work] = dist.batch_isend_irecv(
         [dist.P2POp(call, message, group.ranks[peer], group=group.handle) for call, message, peer in pair]

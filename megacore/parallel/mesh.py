@@ -184,6 +184,11 @@ def multiplies_in_tf32() -> bool:
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
+def may_share_memory(device: torch.device) -> bool:
+    """Whether ranks on such devices of one node may read each other's memory: torch's symmetric memory."""
+    return device.type == "cuda"
+
+
 def has_fast_bf16(device: torch.device) -> bool:
     """Whether the device multiplies matrices faster in bf16 than in fp32, so that `--precision auto` chooses bf16. A
     CPU may have such instructions too, but most do not; NVIDIA's devices have them from compute capability 8.0."""

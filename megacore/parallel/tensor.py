@@ -80,6 +80,7 @@ class ColumnParallelLinear(ShardedModule):
         _require_divisible("out_features", out_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
         self.products = products
+        self.exchange: Exchange | None = None
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
@@ -137,6 +138,7 @@ class RowParallelLinear(ShardedModule):
         _require_divisible("in_features", in_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
         self.products, self.ends_recomputed = products, ends_recomputed
+        self.exchange: Exchange | None = None
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -154,7 +156,7 @@ class RowParallelLinear(ShardedModule):
         separate = self.split_backward or not torch.is_grad_enabled()
         if alone and (separate or accumulator_of(self.weight) is None):
             return self.products.linear(x, self.weight, self.bias)
-        if not alone and (separate or not on_accelerator(x)):
+        if self.exchange is None and not alone and (separate or not on_accelerator(x)):
             y = self.products.linear(x, self.weight)
             if self.sequence_parallel:
                 y = reduce_scatter_sequence(y, self.group)
@@ -163,9 +165,9 @@ class RowParallelLinear(ShardedModule):
             return y if self.bias is None else y + self.bias
         saved = self.ends_recomputed and on_accelerator(x)
         layers = LinearLayers(self.products, (self.weight, self.bias), input_is_saved=saved)
-        exchange = _Exchange if alone else _ScatteredOutput if self.sequence_parallel else _SummedOutput
+        exchange = Exchange if alone else _ScatteredOutput if self.sequence_parallel else _SummedOutput
         x = input_saved(x) if saved else x
-        (summed,) = _ParallelLinear.apply(layers, exchange(self.group), x, self.weight, self.bias)
+        (summed,) = _ParallelLinear.apply(layers, self.exchange or exchange(self.group), x, self.weight, self.bias)
         return summed
 
 
@@ -183,7 +185,7 @@ def columns_of_parameters(
     each layer.
     """
     group, products = layer.group, layer.products
-    if layer.split_backward or not torch.is_grad_enabled():
+    if layer.exchange is None and (layer.split_backward or not torch.is_grad_enabled()):
         entered = gather_sequence(x, group) if layer.sequence_parallel else copy_to_group(x, group, in_place=True)
         return linears(products, entered, parameters)
     layers = LinearLayers(products, parameters)
@@ -206,7 +208,7 @@ def columns_in_one_product(x: Tensor, layers: Sequence[ColumnParallelLinear]) ->
     that cannot be: without gradients, with a backward that is split, or where the weights do not lie one after the
     other in memory."""
     first = layers[0]
-    if first.split_backward or not torch.is_grad_enabled():
+    if first.exchange is None and (first.split_backward or not torch.is_grad_enabled()):
         return None
     if (whole := joined([layer.weight for layer in layers])) is None:
         return None
@@ -230,7 +232,7 @@ class _ParallelLinear(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, layers: LinearLayers, exchange: _Exchange, x: Tensor, *parameters: Tensor | None
+        ctx: Any, layers: LinearLayers, exchange: Exchange, x: Tensor, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         save_operands(ctx, layers, x, *parameters[::2])
         ctx.exchange = exchange
@@ -247,8 +249,9 @@ Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 """Of the input, None where nobody wants it, and of weight, bias, weight, ..."""
 
 
-class _Exchange:
-    """What the ranks of a group exchange for linear layers, and when: nothing in this one, of a group of one."""
+class Exchange:
+    """What the ranks of a group exchange for linear layers, and when: nothing in this one, of a group of one. A layer
+    whose `exchange` is set does it in that way, also without gradients (async_tp.py)."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -263,7 +266,7 @@ class _Exchange:
         return dx, layers.parameter_gradients(x, grads)
 
 
-class _WholeInput(_Exchange):
+class _WholeInput(Exchange):
     """Every rank holds the input: the all-reduce of its gradient runs while the weight gradients are computed."""
 
     def gradients(
@@ -274,7 +277,7 @@ class _WholeInput(_Exchange):
         return None if summing is None else summing.wait(), gradients
 
 
-class _GatheredInput(_Exchange):
+class _GatheredInput(Exchange):
     """A rank holds its positions of the input, which is gathered, and once more in backward, so that only these are
     kept. The reduce-scatter of its gradient runs while the weight gradients are computed."""
 
@@ -293,7 +296,7 @@ class _GatheredInput(_Exchange):
         return None if scattering is None else scattering.wait(), gradients
 
 
-class _SummedOutput(_Exchange):
+class _SummedOutput(Exchange):
     """Every rank computes a part of the output, and gets the sum. The first rank's product adds the bias. The gradient
     of the output is whole on every rank: backward exchanges nothing."""
 
@@ -304,7 +307,7 @@ class _SummedOutput(_Exchange):
         return (Sum(partial, self.group).wait(),)
 
 
-class _ScatteredOutput(_Exchange):
+class _ScatteredOutput(Exchange):
     """The same where a rank gets its positions of the sum, which runs for a sample while the next is computed."""
 
     def outputs(self, layers: LinearLayers, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -331,10 +334,12 @@ class _ScatteredOutput(_Exchange):
         return dx, (layers.weight_gradient(x, gathering.whole), grads[0].sum((0, 1)) if learns else None)
 
 
-def _entry(layer: ColumnParallelLinear | VocabParallelOutput) -> _Exchange:
+def _entry(layer: ColumnParallelLinear | VocabParallelOutput) -> Exchange:
     """What ranks exchange for column-parallel layers."""
+    if layer.exchange is not None:
+        return layer.exchange
     if layer.group.size == 1:
-        return _Exchange(layer.group)
+        return Exchange(layer.group)
     return _GatheredInput(layer.group) if layer.sequence_parallel else _WholeInput(layer.group)
 
 
@@ -415,6 +420,7 @@ class VocabParallelOutput(ShardedModule):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.split_backward, self.products = split_backward, products
+        self.exchange: Exchange | None = None
         self.weight = _vocab_parallel(num_embeddings, embedding_dim, group=group, multiple=multiple, device=device)
         self.bias: ShardedParameter | None = None
         if bias:

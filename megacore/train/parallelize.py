@@ -20,7 +20,7 @@ from megacore.layers.lora import begin_magnitudes
 from megacore.layers.reproducible import make_reproducible
 from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
-from megacore.parallel import fp8
+from megacore.parallel import async_tp, fp8
 from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import ALONE, Holders, Mesh
@@ -115,6 +115,7 @@ def _layers(
     training = config.training
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = recomputed_blocks(chunk.specs, config)
+    way = async_tp.way_of(mesh) if config.parallel.async_tp else None
     kept = blocks if offload is not None else recomputed if training.distribute_saved_activations else []
     # Built: split over the layer group as it is made.
     for index, layer in enumerate(chunk.build_layers()):
@@ -130,6 +131,8 @@ def _layers(
         make_reproducible(layer, task.blocks)
         if index in blocks and is_fp8(chunk.specs[index].name, config):
             fp8.exchange(layer, chunk.names[index], config.precision.fp8)
+        if way is not None and index in blocks:
+            async_tp.exchange(layer, mesh.layer, way)
         if training.compile and index in blocks:
             compile_layer(
                 layer,

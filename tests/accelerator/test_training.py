@@ -29,7 +29,7 @@ from tests.accelerator.device import Counters, counting, needs_pretend
 from tests.distributed import run_distributed
 from tests.matrix.runner import changes_of
 from tests.parallel.test_checkpoint import stored
-from tests.parallel.test_tensor import world_group
+from tests.parallel.test_tensor import losses_of_two_steps, world_group
 from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import SEQUENCE, Layout, make_config, make_trainer
@@ -179,19 +179,8 @@ def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
 # ---- random generators and strides --------------------------------------------------------
 
 
-def generators_around_a_step(rank: int, world_size: int, directory: str) -> None:
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "recompute": "full", "num_layers": 1}
-    config = make_config((1, 1, 1), directory, device="pretend", **dropout)
-    before = torch.manual_seed(1).get_state()
-    trainer = make_trainer(config, build_mesh(config.parallel))
-    trainer.train_step(next(trainer.batches))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(torch.get_device_module("pretend").get_rng_state(), before)
-
-
-def test_steps_with_dropout_leave_the_devices_generators_as_they_were(tmp_path: Path) -> None:
-    """test_training.py compares the masks with the CPU's."""
-    run_distributed(generators_around_a_step, 1, str(tmp_path), backend="pretend", init=False)
+def test_steps_with_dropout_leave_the_devices_generators_as_they_were() -> None:
+    run_distributed(losses_of_two_steps, 1, "pretend", backend="pretend", init=False)
 
 
 def regions_of_strided_tensors(rank: int, size: int) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import tempfile
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
 
 from megacore.config.model import padded_rows
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import BatchLoader, Microbatch
 from megacore.ops import Attention, CrossEntropyOptions, cross_entropy
+from megacore.parallel.async_tp import Messages, SymmetricMemory, Way, exchange
+from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.loss import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.parallel.sharding import ShardedParameter, split_evenly
@@ -28,7 +32,8 @@ def close(actual: Tensor | None, expected: Tensor | None, *, rtol: float = 1e-6,
 
 
 def world_group(rank: int, size: int) -> Group:
-    return Group(ranks=tuple(range(size)), rank=rank, handle=torch.distributed.group.WORLD if size > 1 else None)
+    world: Any = torch.distributed.group.WORLD if size > 1 else None
+    return Group(ranks=tuple(range(size)), rank=rank, handle=world, name=world.group_name if world else "")
 
 
 def seeded(*shape: int, seed: int = 0) -> Tensor:
@@ -55,20 +60,30 @@ def part(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size, -1)[group.rank].contiguous()
 
 
-def linear_is_linear(group: Group, kind: type[ColumnParallelLinear] | type[RowParallelLinear], bias: bool) -> None:
-    layer, twin = kind(12, 16, group=group, bias=bias), torch.nn.Linear(12, 16, bias=bias)
+def linear_is_linear(
+    group: Group, kind: type[ColumnParallelLinear] | type[RowParallelLinear], bias: bool, way: Way | None = None
+) -> None:
+    def positions(whole: Tensor) -> Tensor:
+        return whole if way is None else whole.chunk(group.size, 1)[group.rank].contiguous()
+
+    layer = kind(12, 16, group=group, bias=bias, sequence_parallel=way is not None)
+    twin = torch.nn.Linear(12, 16, bias=bias)
+    if way is not None:
+        exchange(layer, group, way)
     for seed, (name, parameter) in enumerate(twin.named_parameters()):
         parameter.data.copy_(seeded(*parameter.shape, seed=seed))
         give(getattr(layer, name), parameter.data)
-    x, grad = seeded(5, 3, 12, seed=2).requires_grad_(), seeded(5, 3, 16, seed=3)
+    x, grad = seeded(5, 4, 12, seed=2).requires_grad_(), seeded(5, 4, 16, seed=3)
     splits_columns = kind is ColumnParallelLinear
-    own = (x if splits_columns else part(x, group)).detach().clone().requires_grad_()
+    own = (positions(x) if splits_columns else part(x, group)).detach().clone().requires_grad_()
     y, expected = layer(own), twin(x)
-    close(y, part(expected, group) if splits_columns else expected, rtol=1e-6, atol=2e-6)
-    y.backward(part(grad, group) if splits_columns else grad)
+    close(y, part(expected, group) if splits_columns else positions(expected), rtol=1e-6, atol=2e-6)
+    y.backward(part(grad, group) if splits_columns else positions(grad))
     expected.backward(grad)
     assert x.grad is not None
-    close(own.grad, x.grad if splits_columns else part(x.grad, group), rtol=1e-5, atol=1e-6)
+    close(own.grad, positions(x.grad) if splits_columns else part(x.grad, group), rtol=1e-5, atol=1e-6)
+    if way is not None and layer.bias is not None and not splits_columns:  # of this rank's positions
+        all_reduce_(layer.bias.grad, group)  # type: ignore[arg-type]
     for name, parameter in twin.named_parameters():
         check_slice(getattr(layer, name), parameter.grad)
 
@@ -136,11 +151,20 @@ CROSS_ENTROPIES: list[tuple[int, CrossEntropyOptions, float]] = [
 ]
 
 
+# Torch's operators as it says they work, without symmetric memory.
+FUSED = {
+    name: getattr(symmetric, f"_{name}_fallback") for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+}
+
+
 def every_layer(rank: int, size: int) -> None:
     group = world_group(rank, size)
     for kind in (ColumnParallelLinear, RowParallelLinear):
         for bias in (True, False):
             linear_is_linear(group, kind, bias)
+            for way in (Messages(), SymmetricMemory()) if size > 1 else ():
+                with patch.multiple(torch.ops.symm_mem, **FUSED):
+                    linear_is_linear(group, kind, bias, way)
     for vocab in (17, 3, 32):
         embedding_is_embedding(group, vocab)
     for vocab, options, shift in CROSS_ENTROPIES:
@@ -157,21 +181,6 @@ def test_a_target_that_no_id_is_gives_nan() -> None:
     targets = torch.tensor([0, 9, -1, 5])
     loss = cross_entropy(seeded(4, 12), targets, share=vocabulary_share(9))
     assert torch.equal(loss.isnan(), torch.tensor([False, True, True, False]))
-
-
-def test_cross_entropy_in_place_writes_the_gradient_over_the_logits() -> None:
-    leaf, targets = seeded(5, 12).requires_grad_(), torch.tensor([0, 8, 3, -100, 5])
-    logits = leaf * 1.0
-    options = CrossEntropyOptions(in_place=True)
-    loss = cross_entropy(logits, targets, share=vocabulary_share(9), options=options).sum()
-    loss.backward(retain_graph=True)
-    expected = seeded(5, 12).requires_grad_()
-    F.cross_entropy(expected[:, :9], targets, reduction="sum").backward()
-    close(leaf.grad, expected.grad)
-    assert leaf.grad is not None
-    assert torch.equal(logits.detach(), leaf.grad)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # the logits are gone
 
 
 # ---- generators ------------------------------------------------------------------------------------------------------
