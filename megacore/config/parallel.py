@@ -135,7 +135,7 @@ class ParallelConfig(Section):
     """Keeps parameters and gradients in host memory too. Needs --zero-stage 3 and --offload-optimizer."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced and parameters gathered: at most a quarter of a stage.
-    With more than 16 ranks buckets grow."""
+    With more than 16 ranks buckets grow, and on a GPU with one."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp during backward."""
     overlap_param_gather: bool = True

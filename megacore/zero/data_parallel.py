@@ -38,6 +38,8 @@ from megacore.zero.packing import grown
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
 _BUCKETS = 4
+# Bytes of a bucket that is summed over no ranks: of a kernel's update, of which fewer buckets are fewer launches.
+_SUMMED_NOWHERE = 160 * 2**20
 # A final bucket of less than this part of the limit is no bucket of its own, where sums take long whatever their size.
 _SMALLEST_OF_RING = 4
 CHECKED_IN = 16
@@ -71,7 +73,7 @@ class DataParallel:
             generators that build them: on stage 3 a layer is sharded before the next one is built.
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more
-            in a large group (see `grown`); on stage 3 a bucket holds a layer.
+            in a large group (see `grown`), and of one rank; on stage 3 a bucket holds a layer.
         separate: global names of parameters that each get a separate bucket (tied ones that several stages use: of
             other ranks, which sum their gradients too, or of this one).
         stages: the numbers of the pipeline stages.
@@ -135,6 +137,8 @@ class DataParallel:
         if self.options.stage < 3:
             new = self.parameters[first_new:]
             total = sum(p.numel() * p.element_size() for p in new)
+            if self.options.one_pass and all(self._mesh.shard_group(p.spec.replica_role).size == 1 for p in new):
+                bucket_bytes = max(bucket_bytes, _SUMMED_NOWHERE)
             buckets = self._make_buckets(new, min(bucket_bytes, total // _BUCKETS))
         self._chunks.append(layers)
         self.buckets = [*buckets, *self.buckets]

@@ -238,6 +238,15 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
     assert found["update_bytes_per_parameter"] == pytest.approx(34.16, abs=0.1)
 
 
+@pytest.mark.slow
+def test_launches_of_a_step_of_gpt2_xl(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset gpt2-xl --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --json"
+    assert main([*TINY, *words.split()]) == 0
+    rows = json.loads(capsys.readouterr().out)["operators"]
+    update = sum(row["launches"] for row in rows if row["phase"] == "update")
+    assert update <= 200 and sum(row["launches"] for row in rows) <= 1900
+
+
 # ---- which link a transfer takes -------------------------------------------------------------------------------------
 
 
