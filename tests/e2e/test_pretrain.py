@@ -169,8 +169,6 @@ def test_a_seed_gives_the_same_bits_under_megatrons_names_too(data: dict[str, ob
     done = alone(*words(**renamed, save=tmp_path / "b"), timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert results(metrics(tmp_path / "b")) == results(metrics(first))
-    other = run(tmp_path / "c", **flags, seed=4321)
-    assert [record["train/loss"] for record in metrics(other)] != [record["train/loss"] for record in metrics(first)]
 
 
 def sample(checkpoint: Path, capsys: pytest.CaptureFixture[str], **changes: object) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from megacore.config import validate
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.layer_time import layer_seconds
 from megacore.pipeline.schedule import build_schedule, requirements, result
@@ -263,17 +262,3 @@ def test_every_rank_writes_a_trace_of_the_steps(tmp_path: Path) -> None:
         names = [event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
         assert names.count("aten::embedding") == 2 * 2  # in each of 2 steps, for each of the rank's 2 microbatches
         assert "gloo:all_reduce" in names
-
-
-@pytest.mark.parametrize("text", ["5", "0:3", "4:3", "1:2:3", "\u0661:\u0662"])
-def test_a_range_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    (problem,) = validate(make_config((1, 1, 1), tmp_path, profile_steps=text), 1)
-    assert problem.startswith(f"--profile-steps {text} must be A:B, two step numbers with 1 <= A <= B")
-
-
-def test_a_range_beyond_the_run_is_refused(tmp_path: Path) -> None:
-    message = "--profile-steps 15:30 must end within --train-iters 20: use --profile-steps 15:20"
-    assert validate(make_config((1, 1, 1), tmp_path, profile_steps="15:30"), 1) == [f"{message}, or --train-iters 62"]
-    far = f"15:3{'0' * 90}"  # no run is that long
-    assert validate(make_config((1, 1, 1), tmp_path, profile_steps=far), 1) == [message.replace("15:30", far)]
-    assert validate(make_config((1, 1, 1), tmp_path, profile_steps="20:20"), 1) == []

@@ -25,7 +25,7 @@ from megacore.tracer import dry_run
 from megacore.tracer.dry_run import RankReport, run_rank
 from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
-from tests.e2e.launching import environment, run_cold
+from tests.e2e.launching import environment, run_cold, run_warm
 from tests.patience import patience, until
 from tests.plans.published import traced, whole
 
@@ -107,12 +107,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["--dry-run", pytest.param("--dry-run=full", marks=pytest.mark.slow)])
-def test_what_a_program_registers_is_traced_and_not_kept(kind: str, tmp_path: Path) -> None:
+def test_what_a_program_registers_is_traced_and_not_kept(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Configurations with sections of their own cannot be pickled, and their sources are in no key of the cache."""
     words = "--preset gpt2-tiny --vocab-size 512 --mock-data --train-iters 9 --pp 2 --dp 1 --optimizer signum"
     example = str(Path(__file__).parents[2] / "examples" / "custom_optimizer")
-    command = (sys.executable, "-c", OWN, example, kind, *words.split(), "--global-batch-size", 2)
-    done = run_cold(*command, timeout=120, XDG_CACHE_HOME=tmp_path)
+    (script := tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = run_warm(script, example, kind, *words.split(), "--global-batch-size", 2, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("bytes: traced" if kind == "--dry-run" else "2 of them OK") in done.stdout
     assert not list(tmp_path.rglob("*.json"))

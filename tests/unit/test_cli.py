@@ -9,17 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
-from megacore.config.flags import all_fields, flags_by_name, read_flags
+from megacore.config.flags import all_fields, flags_by_name
 from megacore.config.help import help_text
 from megacore.config.messages import number
-from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import section_of
 from megacore.config.spelling import OWNERS, flag, negative, own_flag
 from megacore.errors import ConfigError, DataError
@@ -49,25 +47,6 @@ def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
         value = [] if info.kind is bool else [values.get(info.name, "1")]
         needed = NEEDED.get(info.name, [])
         assert len({repr(parse(*GOOD, *needed, name, *value)) for name in info.flags}) == 1, info.name
-
-
-@pytest.mark.parametrize("field", OWNERS)
-def test_a_parameter_equals_the_flag_of_its_name(field: str) -> None:
-    info, (owner, parameter) = all_fields()[field], OWNERS[field]
-    optimizer = section_of(Config, field)
-    chosen = ["--optimizer", optimizer] if optimizer in OPTIMIZERS else []
-    if info.kind is bool:
-        spelled: dict[Any, tuple[list[str], list[str]]]
-        spelled = {True: ([own_flag(field)], [parameter]), False: ([negative(own_flag(field))], [f"no-{parameter}"])}
-    else:
-        value = info.choices[0] if info.choices else "1"
-        spelled = {
-            value if info.choices or info.kind is str else 1: ([own_flag(field), value], [f"{parameter}={value}"])
-        }
-    for expected, (old, new) in spelled.items():
-        for words in ([*chosen, *old], [*chosen, flag(owner), *new], [flag(owner), *new, *chosen]):
-            given = read_flags(words)
-            assert given.values[field] == expected and not given.problems, words
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

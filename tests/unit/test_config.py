@@ -172,18 +172,10 @@ def test_an_output_directory_that_nobody_can_write_is_named() -> None:
 
 # ---- of BERT ---------------------------------------------------------------------------------------------------------
 
-BERT_FLAGS = """--bert-style --sentence-task --num-token-types --mask-prob --short-seq-prob --whole-word-masking
-    --max-ngram --global-attention-interval --local-rotary-base"""
-
 
 def parse_bert(*argv: str) -> ResolvedBertConfig:
     """The configuration that pretrain_bert.py takes from a command line."""
     return parse_config([*GOOD, *argv], prog="pretrain_bert.py", description="Pretrain a BERT.", kind=BertConfig)
-
-
-def test_the_flags_are_those_of_every_run_and_berts() -> None:
-    fields = all_fields(BertConfig)
-    assert {fields[name].flag for name in fields.keys() - all_fields().keys()} == {*BERT_FLAGS.split()}
 
 
 def test_a_saved_configuration_reads_back_equal_and_only_as_its_own_kind(tmp_path: Path, refuse: Refuse) -> None:
