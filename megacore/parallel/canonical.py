@@ -33,7 +33,7 @@ from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_ga
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
-from megacore.parallel.sharding import ShardedParameter, separate_term, split_evenly
+from megacore.parallel.sharding import ShardedParameter, split_evenly
 
 _ALIGNMENT = 64  # bytes; matrix products may round differently at other addresses
 
@@ -139,10 +139,10 @@ class Blocks:
     def terms(self, parameter: ShardedParameter, number: int, *, gathered: bool = False) -> list[Tensor]:
         """Views of a parameter whose gradients are terms of an exact sum. `gathered`: every rank gets the terms of all
         ranks; otherwise the ranks' sums are added later."""
-        if gathered and self.group.size > 1 and parameter.requires_grad and torch.is_grad_enabled():
-            views: tuple[Tensor, ...] = _TermsOfRanks.apply(parameter, number, self.group)
-            return list(views)
-        return [parameter, *(separate_term(parameter) for _ in range(number - 1))]
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return [parameter] * number
+        views: tuple[Tensor, ...] = _Terms.apply(parameter, number, self.group if gathered else ALONE)
+        return list(views)
 
     def columns(self, x: Tensor, parameters: Parameters, products: Products) -> tuple[Tensor, ...]:
         """Column-parallel layers that share an input. `x`: [b, s', i]; or rows [n, i]. `parameters`: weight [o/t, i],
@@ -514,9 +514,9 @@ class _Copies(Node):
         return (total if ctx.blocks is None else ctx.blocks._sum_everywhere(total)), None, None, None, None
 
 
-class _TermsOfRanks(Node):
-    """Views of a parameter, whose gradients every rank gets from all ranks. Backward gives all but the last to
-    `take_term` of the parameter, and the last to autograd."""
+class _Terms(Node):
+    """Views of a parameter, whose gradients every rank gets from all ranks of a group. Backward gives all but the last,
+    stacked, to `take_term` of the parameter, and the last to autograd."""
 
     @staticmethod
     def forward(ctx: Any, parameter: ShardedParameter, number: int, group: Group) -> tuple[Tensor, ...]:
@@ -525,10 +525,9 @@ class _TermsOfRanks(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        terms = all_gather(torch.stack(grads), ctx.group).flatten(0, 1).unbind()
-        take = ctx.parameter.take_term
-        if take is None:
-            return tree_sum(terms), None, None
-        for term in terms[:-1]:
-            take(ctx.parameter, term)
+        terms = all_gather(torch.stack(grads), ctx.group).flatten(0, 1)
+        if (take := ctx.parameter.take_term) is None:
+            return tree_sum(terms.unbind()), None, None
+        if len(terms) > 1:
+            take(ctx.parameter, terms[:-1])
         return terms[-1], None, None

@@ -74,7 +74,7 @@ class GradientAccumulator(Protocol):
 
 
 TakeTerm = Callable[["ShardedParameter", Tensor], None]
-"""Takes one of several gradients of a parameter, to be added to its others."""
+"""Takes one of several gradients of a parameter, or some of them, stacked, to be added to its others."""
 
 
 class _Sliced:

@@ -126,7 +126,8 @@ class Bucket:
         self._is_partial = False  # whether the shard's sum is of this group's ranks only
         self._summing: _Reduction | None = None  # the sum over `across`, under way
         self._awaited: set[Member] = set()  # those whose gradient of this backward has not arrived
-        self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
+        # A number for each of `_checked`: of exact terms the largest entry, otherwise finite where the gradient was.
+        self._checks: Tensor | None = None
         self._checked = [s.name for s in self.segments] if self._keeps_others else [m.name for m in self.members]
         # Sums of gradients, or of the momentum, in a compressed format; None: there are none.
         self.compressed: CompressedSum | None = None
@@ -331,12 +332,13 @@ class Bucket:
         return self.full_gradients[member.elements]
 
     def _add_exactly(self, member: Member, gradient: Tensor) -> None:
-        """Record also whether the gradient was finite and small enough, which the sum's integers cannot say."""
+        """Record also the largest entry of the gradients, of which the sum's integers cannot say that it was finite and
+        small enough."""
         largest = add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms)
         if self._checks is None:
-            self._checks = torch.zeros(len(self.members), dtype=torch.float64, device=self._device)
-        held = largest * UNIT <= self.options.largest_exact  # False for NaN
-        self._checks[member.number] += torch.where(held, 0.0, torch.inf)
+            self._checks = torch.zeros(len(self.members), device=self._device)
+        check = self._checks[member.number]
+        torch.maximum(check, largest.float(), out=check)
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the group; those of parameters that the loss did not use count as zero."""
@@ -433,7 +435,15 @@ class Bucket:
     @property
     def overflow(self) -> Tensor | None:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite; None: it adds none."""
-        return None if self._checks is None or not self.options.exact_terms else self._checks.sum()
+        if self._checks is None or not self.options.exact_terms:
+            return None
+        return torch.where(self._are_held(self._checks), 0.0, torch.inf).sum(dtype=torch.float64)
+
+    def _are_held(self, checks: Tensor) -> Tensor:
+        """Whether the gradients of the members that are checked were finite, and small enough for an exact sum."""
+        if not self.options.exact_terms:
+            return checks.isfinite()
+        return checks <= self.options.largest_exact * self._loss_scale  # False for NaN
 
     def part_of_parameters(self, number: int, parts: int) -> Tensor:
         """Part `number` of `parts` of this rank's shard of the parameters, flat, on the device."""
@@ -530,7 +540,7 @@ class Bucket:
         """Whether this rank's gradients were finite before any reduction: parameters' names, each with a bool scalar on
         the device. A name may come several times, for several parts of the gradient."""
         if self._checks is not None:
-            yield from zip(self._checked, self._checks.isfinite().unbind(), strict=True)
+            yield from zip(self._checked, self._are_held(self._checks).unbind(), strict=True)
         for member, values in self._unreduced():
             yield member.name, (values if member.norm is None else member.norm).isfinite().all()
 

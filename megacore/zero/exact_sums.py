@@ -19,34 +19,37 @@ _SQUARE_UNITS = (2.0**-10, 2.0**-38, 2.0**-66)
 _PIECE = {"cpu": 1 << 16}  # elements that are computed at a time: on a CPU their fp64 copies stay in its cache
 _LARGE_PIECE = 1 << 22  # on other devices, where each operator is a launch
 _MOST_PIECES = 256  # a plan traces the operators of every one
+_LARGEST_PIECE = 1 << 26  # whose squares are added without rounding
 
 
 def _pieces(flat: Tensor) -> Iterator[slice]:
-    size = max(_PIECE.get(flat.device.type, _LARGE_PIECE), -(-len(flat) // _MOST_PIECES))
-    return (slice(start, start + size) for start in range(0, len(flat), size))
+    count = flat.numel()
+    size = min(max(_PIECE.get(flat.device.type, _LARGE_PIECE), -(-count // _MOST_PIECES)), _LARGEST_PIECE)
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def add_units(total: Tensor, x: Tensor, unit: float, *, has_terms: bool) -> Tensor:
-    """Add x, as whole multiples of `unit`, to a sum.
+    """Add terms, as whole multiples of `unit`, to a sum.
 
     Args:
-        total: int64, flat.
-        x: as many entries.
+        total: int64, flat, not empty.
+        x: a term of as many entries, or several, stacked.
         has_terms: whether the sum holds terms already; otherwise it holds anything.
 
     Returns:
-        The largest magnitude among the multiples, an fp64 scalar that is not finite if an entry of x is not (the sum
-        then means nothing).
+        The largest magnitude in x, a scalar that is not finite if an entry of x is not (the sum then means nothing).
     """
-    flat, extremes = x.reshape(-1), [total.new_zeros(1, dtype=torch.float64)]
-    for here in _pieces(flat):
-        multiples = flat[here].double().div_(unit).round_()
-        extremes.append(torch.stack(multiples.aminmax()))
+    terms, largest = x.reshape(-1, total.numel()), []
+    for here in _pieces(total):
+        part = terms[:, here]
+        largest.append(part.abs().amax())
+        multiples = part.double().mul_(1.0 / unit).round_()
+        summed = multiples[0] if len(terms) == 1 else multiples.sum(0, dtype=torch.int64)
         if has_terms:
-            total[here] += multiples.to(torch.int64)
+            total[here].add_(summed.to(torch.int64))
         else:
-            total[here] = multiples
-    return torch.cat(extremes).abs().amax()
+            total[here] = summed
+    return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
 
 
 def from_units(multiples: Tensor, unit: float) -> Tensor:
@@ -64,9 +67,11 @@ def square_sum_units(tensor: Tensor) -> Tensor:
     for here in _pieces(flat):
         rest = flat[here].double().square_()  # exact: an fp32 square has 48 bits
         for i, unit in enumerate(_SQUARE_UNITS):
-            whole = (rest / unit).round_()
-            sums[i] += whole.sum(dtype=torch.int64)
-            rest.sub_(whole, alpha=unit)
+            whole = (rest * (1.0 / unit)).round_()
+            # After the first unit no multiple exceeds 2^27: fp64 adds those of a piece without rounding, and faster.
+            sums[i] += whole.sum(dtype=torch.float64 if i else torch.int64).to(torch.int64)
+            if i + 1 < len(_SQUARE_UNITS):
+                rest.sub_(whole, alpha=unit)
     return sums
 
 
