@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import Node
-from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_gather
+from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, all_gather
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
@@ -87,7 +87,8 @@ class Blocks:
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
         """This rank's blocks of a dimension that the ranks divide evenly: contiguous, at aligned addresses."""
-        return [aligned(part) for part in x.chunk(len(self.held), dim)]
+        blocks = x.unflatten(dim, (len(self.held), -1)).movedim(dim - (dim < 0), 0)
+        return [aligned(part) for part in blocks.contiguous().unbind(0)]  # one copy, if any, of all
 
     def split_positions(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         """The blocks of positions of a tensor between the layers: contiguous."""
@@ -292,6 +293,8 @@ def _sum_of_ranks(x: Tensor, group: Group) -> Tensor:
     ranks = group.size
     if ranks == 1 or not x.numel():
         return x
+    if ranks == 2:  # as many bytes in half the messages
+        return x + Shift(x.contiguous(), group).wait()
     flat = x.reshape(-1)
     padded = F.pad(flat, (0, -flat.numel() % ranks))
     mine = tree_sum(PartsExchanged(padded.view(ranks, -1), group).wait().unbind(0))
