@@ -87,12 +87,11 @@ class Blocks:
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
         """This rank's blocks of a dimension that the ranks divide evenly: contiguous, at aligned addresses."""
-        blocks = x.unflatten(dim, (len(self.held), -1)).movedim(dim - (dim < 0), 0)
-        return [aligned(part) for part in blocks.contiguous().unbind(0)]  # one copy, if any, of all
+        return split_blocks(x, dim, [x.shape[dim] // len(self.held)] * len(self.held))
 
     def split_positions(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         """The blocks of positions of a tensor between the layers: contiguous."""
-        return [aligned(part) for part in x.split(self.sizes_of_positions(x.shape[dim]), dim)]
+        return split_blocks(x, dim, self.sizes_of_positions(x.shape[dim]))
 
     def sizes_of_positions(self, local: int) -> list[int]:
         """Of each block of positions that this rank holds, of `local` positions in all."""
@@ -312,6 +311,29 @@ def heads_are_aligned(x: Tensor) -> bool:
     return x.shape[-1] * x.element_size() % _ALIGNMENT == 0
 
 
+def split_blocks(x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Blocks along a dimension: contiguous, at aligned addresses; what `joined_blocks` joins."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        blocks: tuple[Tensor, ...] = _Split.apply(x, dim, sizes)
+        return list(blocks)
+    if len(set(sizes)) > 1:
+        return [aligned(part) for part in x.split(sizes, dim)]
+    # One copy of all, where they are not contiguous.
+    stacked = x.unflatten(dim, (len(sizes), -1)).movedim(dim % x.dim(), 0).contiguous()
+    return [aligned(part) for part in stacked.unbind()]
+
+
+class _Split(Node):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return tuple(split_blocks(x, dim, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat(grads, ctx.dim), None, None
+
+
 def joined_blocks(blocks: Sequence[Tensor], dim: int) -> Tensor:
     """The blocks, joined; their gradients are contiguous, however many there are."""
     joined: Tensor = _Joined.apply(dim, *blocks)
@@ -328,7 +350,7 @@ class _Joined(Node):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(aligned(part) for part in grad.split(ctx.sizes, ctx.dim))
+        return None, *split_blocks(grad, ctx.dim, ctx.sizes)
 
 
 class _ColumnOutputs(Node):
