@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import Node
-from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, all_gather
+from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_gather, all_reduced
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, Products, with_gradient
@@ -292,8 +292,8 @@ def _sum_of_ranks(x: Tensor, group: Group) -> Tensor:
     ranks = group.size
     if ranks == 1 or not x.numel():
         return x
-    if ranks == 2:  # as many bytes in half the messages
-        return x + Shift(x.contiguous(), group).wait()
+    if ranks == 2:  # two terms have one order
+        return all_reduced(x, group)
     flat = x.reshape(-1)
     padded = F.pad(flat, (0, -flat.numel() % ranks))
     mine = tree_sum(PartsExchanged(padded.view(ranks, -1), group).wait().unbind(0))
