@@ -32,7 +32,7 @@ from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, all_gather, all_reduced
 from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import Parameters, Products, with_gradient
+from megacore.parallel.products import Parameters, Products, looked_up, with_gradient
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 
 _ALIGNMENT = 64  # bytes; matrix products may round differently at other addresses
@@ -186,7 +186,7 @@ class Blocks:
         """Rows of an embedding's weight, [b, s/p] int64 -> [b, s/p, h]. A row's gradient is summed over all positions,
         in their order, by the first of the ranks that divide them."""
         if self.sequence.group.size == 1:
-            return F.embedding(tokens, weight)
+            return looked_up(tokens, weight)
         rows: Tensor = _Rows.apply(tokens, weight, self)
         return rows
 

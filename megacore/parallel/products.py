@@ -140,24 +140,22 @@ def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
     return rows
 
 
-def add_rows(total: Tensor, tokens: Tensor, grad: Tensor, *, has_terms: bool) -> None:
-    """Add the gradients of rows that were read to the sum of a table's, bitwise as the table's dense gradient would be.
-    Those of one row are added up first, in the order of the tokens. No size depends on how many different tokens there
-    are, so that the host does not wait for the device.
+def gradients_of_rows(tokens: Tensor, grad: Tensor, table: int) -> tuple[Tensor, Tensor]:
+    """The gradients of rows that were read, each row's bitwise as in the table's dense gradient: those of one row are
+    added up in the order of the tokens. No size depends on how many different tokens there are, so that the host does
+    not wait for the device.
 
-    `total`: [V, h]. `tokens`: [...], the rows. `grad`: [..., h]. `has_terms`: whether the sum holds terms already;
-    otherwise it holds anything.
+    `tokens`: [...], the rows. `grad`: [..., h]. `table`: how many rows there are. Returns rows [n], and what is to be
+    added to each, [n, h].
     """
-    if not has_terms:
-        total.zero_()
     tokens, grad = tokens.flatten(), grad.reshape(-1, grad.shape[-1])
     in_order, order = tokens.sort(stable=True)
     place = F.pad(in_order[1:] != in_order[:-1], (1, 0)).cumsum(0)  # of each token's row among the different ones
     places = torch.empty_like(place).scatter_(0, order, place)
     terms = torch.ops.aten.embedding_dense_backward(grad, places, len(tokens), -1, False)
     # Places that no token has hold zeros: they are added to any rows, each to another one.
-    rows = torch.arange(len(tokens), device=tokens.device) % len(total)
-    total.index_add_(0, rows.scatter_(0, place, in_order), terms.to(total.dtype))
+    rows = torch.arange(len(tokens), device=tokens.device) % table
+    return rows.scatter_(0, place, in_order), terms
 
 
 # ---- nodes of autograd
@@ -172,15 +170,13 @@ class _Rows(Node):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.sum = accumulator_of(weight)
+        ctx.sum, ctx.table = accumulator_of(weight), len(weight)
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         (tokens,) = ctx.saved_tensors
-        total, has_terms = ctx.sum.buffer()
-        add_rows(total, tokens, grad, has_terms=has_terms)
-        ctx.sum.added()
+        ctx.sum.add_rows(*gradients_of_rows(tokens, grad, ctx.table))
         return None, None
 
 

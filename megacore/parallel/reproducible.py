@@ -83,4 +83,4 @@ def exchange(layer: nn.Module, blocks: Blocks, kinds: Mapping[type[nn.Module], t
         if isinstance(module, GroupedLinear):
             exchanged.blocks = replace(blocks, group=module.group, sequence_parallel=False, everywhere=True)
         if isinstance(module, VocabParallelEmbedding):
-            module.weight.takes_rows = False
+            module.weight.takes_rows = blocks.sequence.group.size == 1

@@ -66,11 +66,14 @@ class GradientAccumulator(Protocol):
     """The sum of a weight's gradients over a step, to which a product or a look-up may add its result directly."""
 
     def buffer(self) -> tuple[Tensor, bool]:
-        """The sum, of the weight's shape: fp32 for products, for rows in the dtype of sums; and whether it holds terms
-        already."""
+        """The sum, fp32, of the weight's shape, for a product; and whether it holds terms already."""
 
     def added(self) -> None:
         """The gradient of this backward is in the buffer."""
+
+    def add_rows(self, rows: Tensor, terms: Tensor) -> None:
+        """Add the gradient of this backward: [n, h] to some rows [n] of the weight's, of which none has two terms that
+        are not 0."""
 
 
 TakeTerm = Callable[["ShardedParameter", Tensor], None]

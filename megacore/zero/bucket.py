@@ -31,7 +31,7 @@ from megacore.parallel.collectives import (
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.compressed import CompressedSum
-from megacore.zero.exact_sums import UNIT, add_units, from_units
+from megacore.zero.exact_sums import UNIT, add_units, from_units, in_units
 from megacore.zero.host_shard import HostShard, HostStreams
 from megacore.zero.layout import FlatLayout, Segment, contiguous_slices
 from megacore.zero.local_segments import LocalRun, LocalSegment, local_segments
@@ -312,10 +312,6 @@ class Bucket:
         sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
         return options.products_add and sixteen and options.sum_dtype == torch.float32
 
-    @property
-    def takes_rows(self) -> bool:
-        return not self.options.exact_terms
-
     def sum_of(self, member: Member) -> tuple[Tensor, bool]:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
         parameter = member.parameter
@@ -334,7 +330,14 @@ class Bucket:
     def _add_exactly(self, member: Member, gradient: Tensor) -> None:
         """Record also the largest entry of the gradients, of which the sum's integers cannot say that it was finite and
         small enough."""
-        largest = add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms)
+        self._check(member, add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms))
+
+    def multiples(self, member: Member, gradient: Tensor) -> Tensor:
+        """Of the unit of exact sums, int64, to be added to a member's sum."""
+        self._check(member, gradient.abs().amax())
+        return in_units(gradient, self._unit).to(torch.int64)
+
+    def _check(self, member: Member, largest: Tensor) -> None:
         if self._checks is None:
             self._checks = torch.zeros(len(self.members), device=self._device)
         check = self._checks[member.number]

@@ -546,7 +546,7 @@ class _Inlet:
             self.hook()
         if bucket.options.exact_terms:
             parameter.take_term = self._take_term
-        if is_used_once and (bucket.takes_products or (parameter.takes_rows and bucket.takes_rows)):
+        if is_used_once and (bucket.takes_products or parameter.takes_rows):
             parameter.accumulator = self
 
     def hook(self) -> RemovableHandle:
@@ -594,6 +594,15 @@ class _Inlet:
             if self._is_discarded(gradient):
                 return
         self._arrived()
+
+    def add_rows(self, rows: Tensor, terms: Tensor) -> None:
+        total, has_terms = self.buffer()
+        if not has_terms:
+            total.zero_()
+        if self.bucket.options.exact_terms:
+            terms = self.bucket.multiples(self._member, terms)
+        total.index_add_(0, rows, terms.to(total.dtype))
+        self.added()
 
     def _is_discarded(self, gradient: Tensor) -> bool:
         """Show a gradient to the observer, if there is one; whether it is to be dropped."""

@@ -43,13 +43,18 @@ def add_units(total: Tensor, x: Tensor, unit: float, *, has_terms: bool) -> Tens
     for here in _pieces(total):
         part = terms[:, here]
         largest.append(part.abs().amax())
-        multiples = part.double().mul_(1.0 / unit).round_()
+        multiples = in_units(part, unit)
         summed = multiples[0] if len(terms) == 1 else multiples.sum(0, dtype=torch.int64)
         if has_terms:
             total[here].add_(summed.to(torch.int64))
         else:
             total[here] = summed
     return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
+
+
+def in_units(x: Tensor, unit: float) -> Tensor:
+    """The whole multiples of `unit` nearest to x, fp64."""
+    return x.double().mul_(1.0 / unit).round_()
 
 
 def from_units(multiples: Tensor, unit: float) -> Tensor:

@@ -358,6 +358,9 @@ class PlantedSum:
         self.inner.buffer()[0].mul_(self.value)
         self.inner.added()
 
+    def add_rows(self, rows: Tensor, terms: Tensor) -> None:
+        self.inner.add_rows(rows, terms * self.value)
+
 
 def plant_in(trainer: Trainer, name: str, value: float) -> None:
     """Make one parameter's gradient what it is times `value`, where autograd gets it or where it is added to a sum."""
