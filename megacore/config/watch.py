@@ -26,13 +26,13 @@ class WatchConfig(Section):
     spare_ranks: Annotated[int, Range(0)] = 0
     """Started processes, the last ones, that train nothing until they take the place of a lost rank."""
     retune: Annotated[bool, Needs(survive=True)] = False
-    """Tries other layouts, micro-batches and recomputation while it trains, and keeps the fastest
-    (docs/guides/failures.md)."""
+    """Tries other layouts, micro-batches and recomputation while it trains, and keeps the fastest. What flags give
+    stays, but degrees (docs/guides/failures.md)."""
     retune_after: Annotated[int, Range(1)] = 10
-    """Steps measured with each."""
+    """Steps measured with each, after one that is not."""
     retune_every: Annotated[int, Range(1)] = 100
     """Steps between looks whether the speed has changed."""
-    retune_settings: Annotated[int, Range(1)] = 5
+    retune_settings: Annotated[int, Range(1)] = 8
     """Others that are tried, at most."""
     check_replicas_interval: Annotated[int, Range(0), Flag(("--check-weight-hash-across-dp-replicas-interval",))] = 100
     """Steps between bitwise comparisons of replicated weights and optimizer state, also made before each save. A

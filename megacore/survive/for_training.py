@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore import has_ring
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import degree_fields
+from megacore.config.flags import read_flags
 from megacore.errors import ConfigError
 from megacore.survive.copies import remove_older
 from megacore.train.starting import set_torch_defaults
@@ -59,7 +61,12 @@ class _Survival(Survival):
                 values["exit_duration_minutes"] = left
             return train(config.with_values(values))
 
-        keeper: Keeper = keeper_module.Keeper(config, trained)
+        # What flags give stays, but for degrees, with which a run only begins.
+        typed = read_flags(sys.argv[1:], type(config)).values
+        degrees = {*degree_fields(), "ep", "etp"}
+        own = {**vars(config.training), **vars(config.parallel)}
+        fixed = {name: value for name, value in typed.items() if name in own.keys() - degrees and own[name] == value}
+        keeper: Keeper = keeper_module.Keeper(config, trained, fixed)
         status: int = keeper.run()
         return status
 
@@ -92,7 +99,9 @@ class _Survival(Survival):
         state = writer.StateInMemory(trainer, memory, self._generation, interval, plan.nodes)
         found: list[Callback] = [state, writer.Recovery(plan, lambda: keeper.signal)]
         if trainer.config.watch.retune:
-            found.append(importlib.import_module("megacore.survive.retune").Retune(trainer, plan, state, memory))
+            found.append(
+                importlib.import_module("megacore.survive.retune").Retune(trainer, plan, state, memory, keeper.fixed)
+            )
         return found
 
 

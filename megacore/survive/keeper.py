@@ -35,11 +35,12 @@ from megacore.checkpoint.manifest import read_manifest
 from megacore.checkpoint.storage import LocalRun
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted, ranks_in_words
+from megacore.config.spelling import flag_and_value
 from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError, UserError
 from megacore.remote import location
 from megacore.survive.copies import Inventory, NodeMemory, newest, publish_parts, remove_older, save_parts
-from megacore.survive.layouts import layout_for
+from megacore.survive.layouts import chosen_before, layout_for, write_layouts
 from megacore.survive.meeting import ASKED, BEAT_SECONDS, EXIT_ASKS, NOBODY, Meeting, Plan, Presence, Request
 from megacore.train.peers import HANDLED
 from megacore.train.stopping import ENDING, prepare_signals
@@ -56,6 +57,7 @@ _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_QUESTIONS = 0.02, 0.1
 _MOST_TRIES = 7  # generations that begin at the same step
 _MOST_FAILURES = 3  # of one rank among them, which then rests
 _SECONDS_OF_REST = 600.0
+_SECONDS_OF_CHOICE = 1.0  # that the planner may take for a layout
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 EXIT_FAILED = 1
 
@@ -113,10 +115,10 @@ class Child:
 
 class Keeper:
     """Keeps this process's part of a run. `train`: what a child does with a plan, and the number of the generation;
-    returns its exit status."""
+    returns its exit status. `fixed`: values that stay whatever the layout is, by field."""
 
-    def __init__(self, config: ResolvedConfig, train: Train) -> None:
-        self._config, self._train = config, train
+    def __init__(self, config: ResolvedConfig, train: Train, fixed: Mapping[str, Any]) -> None:
+        self._config, self._train, self.fixed = config, train, fixed
         self._checkpoints = location(config.checkpoint_dir)
         for name in ("torch._dynamo", *(f"megacore.{name}" for name in _LOADED if has_ring(name.partition(".")[0]))):
             importlib.import_module(name)
@@ -126,6 +128,7 @@ class Keeper:
         self._child: Child | None = None
         self.signal = 0  # that asks the run to end
         self._known: dict[int, Presence] = {}  # the keepers as they came last
+        self._layouts: dict[int, dict[str, Any] | None] = {}  # that were chosen, by the most ranks
 
     def run(self) -> int:
         """Keep the run until it ends; its exit status."""
@@ -265,6 +268,11 @@ class Keeper:
         serial = next_serial(self._checkpoints) if isinstance(self._checkpoints, Path) else 0
         members = sorted(here)[: self._config.parallel.ranks]  # the others are spares
         start = Plan(present=sorted(here), members=members, nodes=_numbers(here, members), values={}, serial=serial)
+        goes_on = self._config.watch.retune and self._config.checkpoint.load == "auto" and serial > 1
+        if goes_on and (values := chosen_before(self._config, self.fixed)):
+            flags = " ".join(flag_and_value(name, value) for name, value in values.items() if value is not None)
+            lines = [f"the run goes on with what --retune has chosen: {flags}"]
+            start = dataclasses.replace(start, values=values, tuning={"tried": [], "failed": []}, lines=lines)
         if missing := [rank for rank in range(self._meeting.size) if rank not in here]:
             why = f"{ranks_in_words(missing)} did not come in --distributed-timeout-minutes: start all of them"
             return dataclasses.replace(start, refused=why, lines=[why])
@@ -285,7 +293,7 @@ class Keeper:
         # As where a device is broken: without it the others may go on.
         bad = [rank for rank in sorted(here) if _rests(rank, blamed)]
         fit = [rank for rank in sorted(here) if rank not in bad]
-        values, asked = layout_for(self._config, len(fit)), over["asked"] or {}
+        values, asked = self._layout(len(fit)), over["asked"] or {}
         chosen, tuning = asked.get("values", before.values), asked.get("tuning", before.tuning)
         if has_failed := not asked and tuning is not None and self._is_trial(before, step):
             *tried, last = tuning["tried"]
@@ -349,6 +357,26 @@ class Keeper:
             lines=lines,
         )
 
+    def _layout(self, ranks: int) -> dict[str, Any] | None:
+        """The layout for so many ranks: the planner's, if it is there and says so in time."""
+        if ranks not in self._layouts:
+            found = layout_for(self._config, ranks)
+            if ranks < self._config.parallel.ranks and has_ring("plan"):
+                reader, writer = os.pipe()
+                # Another process: a search may start some, and ends at any time without a trace.
+                child = Child(self._forked(partial(write_layouts, writer, self._config, ranks, self.fixed)))
+                os.close(writer)
+                deadline = time.monotonic() + _SECONDS_OF_CHOICE
+                while child.look() is None and time.monotonic() < deadline:
+                    self._pause()
+                child.kill()
+                while child.look() is None:
+                    self._pause()
+                with os.fdopen(reader, "rb") as said:
+                    found = next(map(json.loads, reversed(said.read().splitlines())), found)
+            self._layouts[ranks] = found
+        return self._layouts[ranks]
+
     def _last_on_disk(
         self,
         generation: int,
@@ -400,7 +428,7 @@ class Keeper:
         meeting, child = self._meeting, None
         self._known |= meeting.present(generation)
         if meeting.rank in plan.members:
-            child = self._child = Child(self._started(plan, generation))
+            child = self._child = Child(self._forked(partial(self._become, plan, generation)))
             self.memory.note(child.pid)
             if self.signal:  # it came before there was a child
                 self._pass_on(self.signal, None)
@@ -454,7 +482,8 @@ class Keeper:
             while child.look() is None:
                 self._pause()
 
-    def _started(self, plan: Plan, generation: int) -> int:
+    def _forked(self, act: Callable[[], None]) -> int:
+        """A process that does this, and ends with this one."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -465,7 +494,11 @@ class Keeper:
             return child
         status = EXIT_FAILED
         try:
-            self._become(plan, generation, parent)
+            os.setsid()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() == parent:
+                act()
+                status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else EXIT_FAILED
         except BaseException:
@@ -473,12 +506,8 @@ class Keeper:
         finally:
             os._exit(status)
 
-    def _become(self, plan: Plan, generation: int, parent: int) -> None:
+    def _become(self, plan: Plan, generation: int) -> None:
         """Train, in the child."""
-        os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:
-            os._exit(EXIT_FAILED)
         for number in HANDLED:
             # After a failure there is something to save: what ends the run is noted until training handles it.
             if not generation or number not in ENDING:

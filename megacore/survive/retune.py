@@ -9,7 +9,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megacore.config.messages import counted
 from megacore.files import replace_bytes
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import first_status_of_job
-from megacore.plan.next_layout import Measured, next_layout
+from megacore.plan.next_layout import TUNED, Measured, next_layout
 from megacore.plan.plan_json import layout_flags
 from megacore.survive.meeting import ASKED, EXIT_ASKS, Plan
 from megacore.survive.writer import StateInMemory
@@ -31,11 +31,7 @@ from megacore.train.trainer import Trainer
 from megacore.train.watchdog import watchdog
 
 _CHANGED = 1.5  # factor between the times of two steps, which noise alone rarely is
-_TUNED = (
-    *("tp", "cp", "pp", "dp", "ep", "etp", "zero_stage", "sequence_parallel", "offload_optimizer"),
-    *("schedule", "virtual_stages", "pipeline_balance", "pipeline_layout"),
-    *("micro_batch_size", "recompute", "recompute_num_layers"),
-)
+_RIVALS = 1.1  # the same, which it may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +39,24 @@ class Trial:
     """Settings that are tried.
 
     Attributes:
-        values: of `_TUNED`, by field.
+        values: of `TUNED`, by field.
         expected: seconds of a step, by the planner; of the settings with which a round begins as measured.
-        seconds: of a step, the measured median.
+        seconds: of a step, the median as last measured.
+        visits: how often it was measured.
     """
 
     values: dict[str, Any]
     expected: float
     seconds: float = 0.0
+    visits: int = 0
+
+
+def to_visit_again(tried: Sequence[Trial]) -> list[Trial]:
+    """Those of the best two that are to be measured a second time, where noise may have told them apart: the machine
+    may have changed between their first visits, and the second ones follow on one another."""
+    best, *others = sorted(tried, key=lambda trial: trial.seconds)
+    rivals = [best, *(one for one in others[:1] if one.seconds < _RIVALS * best.seconds)]
+    return [one for one in rivals if one.visits == 1 and len(rivals) > 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +77,16 @@ class Retune(Callback):
         plan: its plan.
         state: what keeps its state in memory.
         directory: where the keepers look for what it asks for.
+        fixed: values that stay, by field.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, state: StateInMemory, directory: Path) -> None:
+    def __init__(
+        self, trainer: Trainer, plan: Plan, state: StateInMemory, directory: Path, fixed: Mapping[str, Any]
+    ) -> None:
         self._trainer, self._plan, self._state, self._directory = trainer, plan, state, directory
+        self._fixed, tuning = fixed, plan.tuning or {"tried": [], "failed": []}
+        self._tried = [Trial(**trial) for trial in tuning["tried"]]  # of the round
+        self._failed: list[dict[str, Any]] = tuning["failed"]  # in the run
         self._seconds, self._begun = list[float](), 0.0
         self._switching = time.time() - plan.at  # seconds that a change takes, without its first step
         self._usual: float | None = None  # seconds of a step with settings that stay; None: they are being measured
@@ -99,62 +111,69 @@ class Retune(Callback):
         if sizes.of_step(result.step) == sizes.full:  # others take another time
             self._seconds.append(time.perf_counter() - self._begun)
         if self._trainer.is_done and self._usual is None:  # the sinks close before this is told that the run stops
-            tried, failed = self._round()
-            if tried := [trial for trial in tried if trial.seconds]:
-                self._tell(tried, failed, would=True)
+            self._tried = [trial for trial in self._tried if trial.visits]
+            if self._tried:
+                self._tell(would=True)
             elif self._plan.tuning is None:
                 steps = f"{self._trainer.config.watch.retune_after + 1} steps of a whole batch"
                 run.say(f"  {'retune':<10}tried nothing: the run ends before {steps} are measured")
 
-    def _round(self) -> tuple[list[Trial], list[dict[str, Any]]]:
-        """The trials of the round, and the values that have failed in the run."""
-        tuning = self._plan.tuning or {"tried": [], "failed": []}
-        return [Trial(**trial) for trial in tuning["tried"]], tuning["failed"]
-
     def _decided(self, seconds: float) -> tuple[float | None, Asked | None]:
-        """What follows from the time of a step: the usual one from now on, or what to try next."""
-        tried, failed = self._round()
+        """What follows from the time of a step: the usual one from now on, or what to try next; neither, where these
+        settings are measured once more."""
         if self._usual is not None:
             if 1 / _CHANGED < seconds / self._usual < _CHANGED:
                 return self._usual, None
-            tried = []
-        elif self._plan.tuning is not None and not tried:  # the best of a round that is over
+            self._tried = []
+        elif self._plan.tuning is not None and not self._tried:  # the best of a round that is over
             return seconds, None
-        config, running = self._trainer.config, None
-        if not tried:
-            tried.append(Trial(values=_tuned(config), expected=seconds))
-        if not tried[-1].seconds:  # else another has failed, and the best trains
-            running = tried[-1] = replace(tried[-1], seconds=seconds)
-        best = min(tried, key=lambda trial: trial.seconds)
-        following = None
-        if len(tried) + len(failed) <= config.watch.retune_settings and self._left > config.watch.retune_after + 1:
-            measured = [Measured(config=config.with_values(one.values), seconds=one.seconds) for one in tried]
-            following = next_layout(
-                measured,
-                device_name=device_name(self._trainer.mesh.device),
-                failed=[config.with_values(values) for values in failed],
-            )
-        if following is not None:
+        config, after = self._trainer.config, self._trainer.config.watch.retune_after
+        values = _tuned(config)
+        if not self._tried:
+            self._tried = [Trial(values=values, expected=seconds)]
+        at = [one.values for one in self._tried].index(values)
+        running = replace(self._tried[at], seconds=seconds, visits=self._tried[at].visits + 1)
+        self._tried[at] = running
+        best = min(self._tried, key=lambda trial: trial.seconds)
+        again = sorted(to_visit_again(self._tried), key=lambda one: one.values == values)
+        may_try = len(self._tried) + len(self._failed) <= config.watch.retune_settings and self._left > after + 1
+        if may_try and (following := self._following()) is not None:
             trial = Trial(values=_tuned(following.config), expected=following.seconds)
-            cause = f"--retune tries {layout_flags(following.config)}, {trial.expected:.3g} s a step expected"
-            tuning = {"tried": [asdict(one) for one in (*tried, trial)], "failed": failed}
-            return None, Asked(cause=cause, values=trial.values, fallback=best.values, tuning=tuning)
-        running = running or best
+            said = f"tries {self._flags(trial)}, {trial.expected:.3g} s a step expected"
+            return None, self._asked(said, trial, fallback=best.values, tried=[*self._tried, trial])
+        if again and self._left > len(again) * (after + 1):
+            if again[0].values == values:
+                return None, None
+            return None, self._asked(f"measures {self._flags(again[0])} again", again[0], tried=self._tried)
         # To go back is to save more than it takes.
-        stays = best is running or (running.seconds - best.seconds) * self._left < self._switching
-        self._tell(tried, failed, would=stays and best is not running)
-        if stays:
-            return seconds, None
-        cause = f"--retune takes {self._flags(best)}"
-        return None, Asked(cause=cause, values=best.values, tuning={"tried": [], "failed": failed})
+        stays = best.values == values or (running.seconds - best.seconds) * self._left < self._switching
+        self._tell(would=stays and best.values != values)
+        return (seconds, None) if stays else (None, self._asked(f"takes {self._flags(best)}", best, tried=[]))
+
+    def _following(self) -> Measured | None:
+        """What the planner would try next."""
+        config = self._trainer.config
+        return next_layout(
+            [Measured(config=config.with_values(one.values), seconds=one.seconds) for one in self._tried],
+            device_name=device_name(self._trainer.mesh.device),
+            failed=[config.with_values(values) for values in self._failed],
+            fixed=self._fixed,
+        )
+
+    def _asked(
+        self, said: str, trial: Trial, *, tried: Sequence[Trial], fallback: dict[str, Any] | None = None
+    ) -> Asked:
+        """The next generation, with these settings."""
+        tuning = {"tried": [asdict(one) for one in tried], "failed": self._failed}
+        return Asked(cause=f"--retune {said}", values=trial.values, fallback=fallback, tuning=tuning)
 
     @property
     def _left(self) -> int:
         return self._trainer.config.training.train_iters - self._trainer.step
 
-    def _tell(self, tried: Sequence[Trial], failed: Sequence[dict[str, Any]], *, would: bool) -> None:
+    def _tell(self, *, would: bool) -> None:
         """What a round has found. `would`: the run ends too early for it."""
-        before, *others = tried
+        before, *others = tried = self._tried
         best = min(tried, key=lambda trial: trial.seconds)
         gain = 1 - best.seconds / before.seconds
         text = f"{'would stay' if would else 'stays'} with {self._flags(before)}, {before.seconds:.3g} s a step"
@@ -172,10 +191,10 @@ class Retune(Callback):
             text += ": too few steps are left to try others"
         else:
             text += ": the planner expects nothing faster"
-        if failed:
-            text += f"; {counted(len(failed), 'other')} failed"
+        if self._failed:
+            text += f"; {counted(len(self._failed), 'other')} failed"
         trials = [{"flags": self._flags(one), "expected": one.expected, "seconds": one.seconds} for one in tried]
-        self._trainer.emit("retune", flags=self._flags(best), gain=gain, trials=trials)
+        self._trainer.emit("retune", flags=self._flags(best), values=best.values, gain=gain, trials=trials)
         self._trainer.say(f"  {'retune':<10}{text}")
 
     def _flags(self, trial: Trial) -> str:
@@ -196,4 +215,4 @@ class Retune(Callback):
 
 
 def _tuned(config: ResolvedConfig) -> dict[str, Any]:
-    return {name: config.value(name) for name in _TUNED}
+    return {name: config.value(name) for name in TUNED}

@@ -21,7 +21,6 @@ from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import build_mesh
 from megacore.survive import peers, writer
 from megacore.survive.copies import Inventory, NodeMemory, Slot, make_room, newest, publish_parts, save_parts
-from megacore.survive.layouts import layout_for
 from megacore.survive.peers import complete
 from megacore.survive.writer import StateInMemory, rectangles
 from tests.distributed import run_distributed
@@ -186,13 +185,3 @@ def test_blocks_tile_any_range(shape: tuple[int, ...]) -> None:
         for stop in range(start + 1, every.size + 1):
             blocks = [every[tuple(map(slice, a, b))].ravel() for a, b in rectangles(shape, start, stop)]
             assert np.concatenate(blocks).tolist() == list(range(start, stop))
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks", "expected"),
-    [((2, 2, 2), 8, (2, 2, 2)), ((2, 2, 2), 7, (2, 2, 1)), ((2, 2, 2), 3, (2, 1, 1)), ((1, 1, 4), 3, (1, 1, 2))],
-)
-def test_the_layout_of_what_is_left(layout: Layout, ranks: int, expected: Layout, tmp_path: Path) -> None:
-    """As many ranks as share a batch of 4, split as before where they can be."""
-    found = layout_for(make_config(layout, tmp_path, micro_batch_size=1, global_batch_size=4), ranks)
-    assert found is not None and (found["tp"], found["pp"], found["dp"]) == expected

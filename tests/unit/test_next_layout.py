@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, violations
 from megacore.models.outline import outline
-from megacore.plan.cluster import CLUSTERS
-from megacore.plan.next_layout import Measured, next_layout
+from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.next_layout import Measured, layouts_of_fewer, next_layout
 from megacore.plan.row_fit import with_constants
 from megacore.plan.search import search
 from megacore.plan.search_space import Constraints
 from megacore.plan.step_time import step_seconds
-from tests.parity.runs import make_config
+from megacore.survive.layouts import layout_for
+from tests.parity.runs import Layout, make_config
 
 # Logarithms of the factors by which the machine is not as the planner has it, in the order of row_fit.CONSTANTS.
 SLOW_LINKS, SLOW_MEMORY = (0.0, 0.0, -1.5, 0.0, 1.5, 0.0, 0.0), (0.5, -1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+def seconds(config: ResolvedConfig, cluster: Cluster = CLUSTERS["laptop"]) -> float:
+    return step_seconds(config, outline(config), cluster)
 
 
 @pytest.mark.parametrize(
@@ -31,16 +37,24 @@ def test_few_trials_find_what_a_search_of_the_machine_itself_finds(
 ) -> None:
     config = make_config((2, 1, 1), tmp_path, micro_batch_size=1, global_batch_size=4, num_layers=2, **changes)
     cluster = with_constants(CLUSTERS["laptop"], machine, 1.0)
-    fixed = {"micro_batch_size": 1} if changes else {}
-    best = search(config, cluster, Constraints(world_size=2, fixed=fixed)).layouts[0]
+    best = search(config, cluster, Constraints(world_size=2, fixed=changes and {"micro_batch_size": 1})).layouts[0]
 
-    def measure(config: ResolvedConfig) -> Measured:
-        return Measured(config=config, seconds=step_seconds(config, outline(config), cluster))
-
-    measured = [measure(config)]
+    measured = [Measured(config=config, seconds=seconds(config, cluster))]
     while len(measured) < 6 and (found := next_layout(measured, device_name="cpu")) is not None:
-        measured.append(measure(found.config))
-    trained = [one.config.training for one in measured]
-    assert {one.global_batch_size for one in trained} == {4}
-    assert not changes or {one.micro_batch_size for one in trained} == {1}
+        measured.append(Measured(config=found.config, seconds=seconds(found.config, cluster)))
+    trained = (one.config.training for one in measured)
+    assert {(one.global_batch_size, one.micro_batch_size if changes else 1) for one in trained} == {(4, 1)}
     assert min(one.seconds for one in measured) <= best.seconds / 0.97
+
+
+@pytest.mark.parametrize(("ranks", "plain"), [(8, (2, 2, 2)), (7, (2, 2, 1)), (3, (2, 1, 1)), (1, (1, 1, 1))])
+def test_fewer_ranks_get_the_fastest_layout(ranks: int, plain: Layout, tmp_path: Path) -> None:
+    """Of all degrees, one by one; without the planner as many ranks as share a batch of 4, split as before."""
+    config = make_config((2, 2, 2), tmp_path, micro_batch_size=1, global_batch_size=4, zero_stage=1)
+    assert [(layout_for(config, ranks) or {})[name] for name in ("tp", "pp", "dp")] == list(plain)
+    *_, values = layouts_of_fewer(config, ranks, device_name="cpu", fixed={"schedule": "1f1b"})
+    found, degrees = config.with_values(values), itertools.product((1, 2, 4), range(1, 5), (1, 2, 4))
+    others = [found.with_values({"tp": t, "pp": p, "dp": d, "sequence_parallel": False}) for t, p, d in degrees]
+    valid = [one for one in others if one.parallel.ranks <= ranks and not violations(one, one.parallel.ranks)]
+    assert found.parallel.ranks <= ranks and (found.training.global_batch_size, found.parallel.zero_stage) == (4, 1)
+    assert seconds(found) <= min(map(seconds, valid)) / 0.97
