@@ -5,7 +5,7 @@ tensors, so that its operators, bytes and FLOPs are counted; only their times ar
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -13,19 +13,20 @@ from megacore.commands.plan_parser import print_json
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
-from megacore.models.flops import Attention, flops_per_sequence
+from megacore.models.flops import Attention
 from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Range
-from megacore.plan.memory import plan_memory
+from megacore.plan.memory import RankMemory
 from megacore.plan.plan_report import layout_lines
-from megacore.plan.planner import CASES
+from megacore.plan.planner import CASES, step_flops, usable_bytes
 from megacore.plan.roofline import Timing, Totals
 from megacore.plan.state import held_experts, updated_parameters
+from megacore.plan.traffic import ROLE_NAMES
+from megacore.tracer.memory import traced_memory
 
-ROLES = {
-    "layer": "tensor parallel",
-    "replicas": "data parallel",
+ROLES: Mapping[str, str] = {
+    **ROLE_NAMES,
     "world": "all ranks",
     "dispatch": "expert parallel",
     "expert_layer": "tensor parallel, experts",
@@ -65,28 +66,30 @@ def run_operators(args: argparse.Namespace, config: ResolvedConfig, cluster: Clu
     given = config.logging.peak_tflops
     peak = cluster.peak(config.precision.precision) if given is None else given * 1e12
     assert peak is not None
+    (memory,) = traced_memory(config, outline(config), on_cpu=False)
     events = record_step(config)
     slow, expected, fast = (
         events.timing(cluster.device, microbatches=config.microbatches, case=case, peak=peak) for case in CASES
     )
     seconds = Range(slow.seconds, expected.seconds, fast.seconds)
     if args.json:
-        print_json(args, _as_json(config, cluster, expected, seconds, peak))
+        print_json(args, _as_json(config, cluster, expected, seconds, peak, memory))
     else:
-        print("\n".join(_report(config, cluster, expected, seconds, peak)))
+        print("\n".join(_report(config, cluster, expected, seconds, peak, memory)))
 
 
 def _mfu(config: ResolvedConfig, seconds: Range, peak: float) -> dict[str, Range]:
-    """Share of the peak that the FLOPs of the model are on a rank, by what counts of attention."""
-    sequences = config.microbatches * config.training.micro_batch_size / (config.parallel.tp * config.parallel.cp)
+    """Share of the peak that the FLOPs of the model are, by what counts of attention."""
     found, conventions = dict[str, Range](), get_args(Attention)
     for attention in conventions:
-        flops = sequences * flops_per_sequence(config.model, config.data.seq_length, attention=attention)
+        flops = step_flops(config, attention=attention, hardware=False) / config.parallel.ranks
         found[attention] = Range(*(flops / one / peak for one in (seconds.slow, seconds.expected, seconds.fast)))
     return found
 
 
-def _report(config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: Range, peak: float) -> Iterator[str]:
+def _report(
+    config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: Range, peak: float, memory: RankMemory
+) -> Iterator[str]:
     training = config.training
     layout = next(layout_lines(config)).removeprefix("- layout: ")
     experts = "" if config.model.experts is None else ", experts with equally many tokens"
@@ -120,10 +123,10 @@ def _report(config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: R
         yield f"Exposed communication, {ROLES.get(role, role)}: {exposed * 1e3:.1f} ms ({exposed / timing.seconds:.1%})"
     yield f"Waiting for the host: {timing.late * 1e3:.1f} ms ({timing.late / timing.seconds:.1%})"
     update = f"{timing.update * 1e3:.1f} ms ({timing.update / timing.seconds:.1%})"
-    yield f"Update: {update}, {_update_bytes(config, timing):.1f} bytes per parameter that the rank updates"
-    needed, size = plan_memory(config, outline(config), on_cpu=False)[0].expected, cluster.device.memory_bytes
-    fits = "fits" if needed <= size else "does not fit"
-    yield f"Memory: {needed / 1e9:.1f} GB expected of {size / 1e9:.0f} GB: {fits}"
+    yield f"Update: {update}, {_update_bytes(config, timing, memory):.1f} bytes per parameter that the rank updates"
+    size = usable_bytes(cluster, config.parallel.ranks)
+    fits = "fits" if memory.expected <= size else "does not fit"
+    yield f"Memory: {memory.expected / 1e9:.1f} GB expected, traced, of {size / 1e9:.1f} GB usable: {fits}"
 
 
 def _row(phase: str, name: str, kind: str, totals: Totals, step: float) -> str:
@@ -138,16 +141,15 @@ def _in_range(values: Range, factor: float, form: str) -> str:
     return f"{values.expected * factor:{form}} ({low:{form}} to {high:{form}})"
 
 
-def _update_bytes(config: ResolvedConfig, timing: Timing) -> float:
+def _update_bytes(config: ResolvedConfig, timing: Timing, memory: RankMemory) -> float:
     """Bytes of the update per parameter that the rank updates."""
     moved = sum(t.bytes for (phase, kind, _), t in timing.rows.items() if (phase, kind) == ("update", "memory"))
-    layers = outline(config)
-    experts = held_experts(config, layers)
-    held = plan_memory(config, layers, on_cpu=False)[0].parameters
-    return moved / updated_parameters(held, config, experts=experts)
+    return moved / updated_parameters(memory.parameters, config, experts=held_experts(config, outline(config)))
 
 
-def _as_json(config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: Range, peak: float) -> dict[str, Any]:
+def _as_json(
+    config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: Range, peak: float, memory: RankMemory
+) -> dict[str, Any]:
     tokens = config.training.global_batch_size * config.data.seq_length
     return {
         "estimate": True,
@@ -159,8 +161,8 @@ def _as_json(config: ResolvedConfig, cluster: Cluster, timing: Timing, seconds: 
         "exposed_seconds": {ROLES.get(role, role): exposed for role, exposed in timing.exposed.items()},
         "waiting_for_host_seconds": timing.late,
         "update_seconds": timing.update,
-        "update_bytes_per_parameter": _update_bytes(config, timing),
-        "memory_bytes": plan_memory(config, outline(config), on_cpu=False)[0].expected,
+        "update_bytes_per_parameter": _update_bytes(config, timing, memory),
+        "memory_bytes": memory.expected,
         "device_memory_bytes": cluster.device.memory_bytes,
         "operators": [
             {"phase": phase, "limited_by": kind, "operator": name, **totals._asdict()}

@@ -105,11 +105,9 @@ def device_warning(
     return _warning(config, layers, plan_memory(config, layers, on_cpu=False)[pp_rank].expected, memory)
 
 
-def offload_problem(
-    config: ResolvedConfig, layers: Sequence[ModelLayer], memory: AvailableMemory | None = None
-) -> str | None:
+def offload_problem(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> str | None:
     """Why what is offloaded does not fit into host memory; None where it does."""
-    memory = memory or host_memory()
+    memory = host_memory()
     ranks = plan_memory(config, layers, on_cpu=False)
     needed = sum(ranks[pp_rank].on_host for pp_rank in pp_ranks_here(config))
     if memory is None or needed <= memory.available:

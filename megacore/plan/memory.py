@@ -200,7 +200,7 @@ def _estimated(
 ) -> RankMemory:
     on_rank = staged.on_rank(config, rank)
     held = held_state(config, on_rank, rank=rank, on_cpu=on_cpu)
-    microbatch, on_host, working = _of_layers(config, on_rank, on_cpu=on_cpu)
+    microbatch, on_host, working = of_layers(config, on_rank, on_cpu=on_cpu)
     flying, until_weights = microbatches_in_flight(config, rank), _waiting_gradients(config, on_rank)
     loads = fullest_loads(config.parallel, rank, config.microbatches)
     host = {"activations": max(sum(map(operator.mul, load.kept, on_host)) for load in loads)} if on_host else {}
@@ -297,7 +297,8 @@ class _OfLayers(NamedTuple):
 
 
 @once_per("layers")
-def _of_layers(config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool) -> _OfLayers:
+def of_layers(config: ResolvedConfig, on_rank: RankStages, *, on_cpu: bool) -> _OfLayers:
+    """What they keep, as an estimate."""
     offloads = config.training.offload_activations and not on_cpu
     kept, on_host, two_blocks = list[float](), list[float](), 0.0
     for chunk in on_rank.chunks:

@@ -37,9 +37,9 @@ class SizeUnit:
         """`1,025.3`; of a size that would read 0.0 two digits: `0.00042`."""
         return self._formatted(size, self._decimals(size, decimals))
 
-    def column(self, sizes: Sequence[float], decimals: int = 2) -> list[str]:
-        """Sizes with the same number of decimals: as many as the largest of them needs, to be no zero."""
-        needed = self._decimals(max(sizes, default=0.0), decimals)
+    def column(self, sizes: Sequence[float]) -> list[str]:
+        """Sizes with the same number of decimals: two, or as many as the largest of them needs, to be no zero."""
+        needed = self._decimals(max(sizes, default=0.0), 2)
         return [self._formatted(size, needed) for size in sizes]
 
     def apart(self, more: float, less: float) -> tuple[str, str]:

@@ -10,15 +10,15 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
-from megacore.plan.activations import layer_bytes, product_input_bytes
+from megacore.plan.activations import product_input_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Device
-from megacore.plan.memory import kept_of_rank
+from megacore.plan.memory import kept_of_rank, of_layers
 from megacore.plan.shared_results import once_per
 from megacore.plan.stage_time import Speed, StageTime, rank_replicas
 from megacore.plan.stages import RankStages, StagedModel
 from megacore.plan.state import term_bytes, updated_parameters
-from megacore.plan.traffic import recomputed_whole, update_traffic
+from megacore.plan.traffic import update_traffic
 from megacore.plan.whole_matrices import Product, busiest_seconds
 
 
@@ -115,7 +115,7 @@ def _step_end(config: ResolvedConfig, held: RankStages, stages: Sequence[StageTi
     host = OffloadTime()
     if not speed.cluster.on_cpu:
         sizes = {"shard": update.shard, "moved": update.moved}
-        host = offload_time(config, held.chunks, device, speed.case, **sizes, computing=computing)
+        host = offload_time(config, held, device, speed.case, **sizes, computing=computing)
     return StepEnd(
         exposed=update.reduce + update.gather + update.across - hidden_reduce - hidden_gather,
         hidden=hidden_reduce + hidden_gather,
@@ -202,7 +202,7 @@ class OffloadTime(NamedTuple):
 
 def offload_time(
     config: ResolvedConfig,
-    chunks: Sequence[Sequence[ModelLayer]],
+    held: RankStages,
     device: Device,
     case: Case,
     *,
@@ -214,7 +214,7 @@ def offload_time(
 
     Args:
         config: a resolved configuration.
-        chunks: the layers of each of the rank's stages.
+        held: what the rank holds.
         device: that computes.
         case: which of its assumed values.
         shard: parameters that the rank updates.
@@ -236,15 +236,10 @@ def offload_time(
     elif config.parallel.offload_optimizer:  # bucket by bucket, beside the update
         update = max(update, gradients / link, parameters / link)
     if config.training.offload_activations:
-        kept = sum(
-            layer_bytes(config, layer, on_cpu=False, again=again)
-            for chunk in chunks
-            for layer, again in zip(chunk, recomputed_whole(config, chunk), strict=True)
-            if layer.block is not None
-        )
+        kept = sum(of_layers(config, held, on_cpu=False).on_host)
         to_device, to_host = to_device + kept, to_host + kept
         if config.parallel.may_split_backward:  # the inputs of products come once more, each while its product waits
-            blocks = (layer.block for chunk in chunks for layer in chunk if layer.block is not None)
+            blocks = (layer.block for chunk in held.chunks for layer in chunk if layer.block is not None)
             alone = sum(product_input_bytes(config, block) for block in blocks)
     copies = max(to_device, to_host) / link
     exposed = max(copies - computing, 0.0) + alone / link

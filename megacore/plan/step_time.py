@@ -92,7 +92,6 @@ def step_time(
     *,
     case: Case = "expected",
     simulated: bool = True,
-    staged: StagedModel | None = None,
 ) -> StepTime:
     """The time of a step.
 
@@ -102,9 +101,8 @@ def step_time(
         cluster: that computes it, with its software.
         case: which of the assumed values.
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
-        staged: the model in stages, if it is known.
     """
-    step = _Step(config, layers, cluster, case=case, simulated=simulated, staged=staged)
+    step = _Step(config, layers, cluster, case=case, simulated=simulated)
     config, stages, speed, parallel = step.config, step.stages, step.speed, step.config.parallel
     length, m = step.length, config.microbatches
     without = length
@@ -148,7 +146,7 @@ def step_seconds(
     staged: StagedModel | None = None,
 ) -> float:
     """Seconds of a step as `step_time` has them, and with its arguments; in half of the time, for it leaves out the
-    parts."""
+    parts. `staged`: the model in stages, if it is known."""
     return _Step(config, layers, cluster, simulated=simulated, staged=staged).seconds
 
 
@@ -178,7 +176,7 @@ def _run(config: ResolvedConfig, staged: StagedModel, speed: Speed, *, simulated
 
 
 class _Step:
-    """What a step consists of; arguments as those of `step_time`.
+    """What a step consists of; arguments as those of `step_time` and `step_seconds`.
 
     Attributes:
         config: with gradients in 16 bits where the software adds them up so.

@@ -49,7 +49,7 @@ from megacore.plan.whole_matrices import directions
 
 Role = Literal["layer", "sequence", "experts", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
-ROLE_NAMES: dict[Role, str] = {
+ROLE_NAMES: dict[str, str] = {
     "layer": "tensor parallel",
     "sequence": "context parallel",
     "experts": "expert parallel",
