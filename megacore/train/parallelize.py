@@ -115,7 +115,8 @@ def _layers(
     training = config.training
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = recomputed_blocks(chunk.specs, config)
-    way = async_tp.way_of(mesh) if config.parallel.async_tp else None
+    # A plan counts no gain of it, and no messages that GPUs with symmetric memory do not send.
+    way = async_tp.way_of(mesh) if config.parallel.async_tp and mesh.backend != "fake" else None
     kept = blocks if offload is not None else recomputed if training.distribute_saved_activations else []
     # Built: split over the layer group as it is made.
     for index, layer in enumerate(chunk.build_layers()):

@@ -196,8 +196,9 @@ def train_on_nccl(rank: int, world_size: int, layout: Layout, directory: str, ch
 @needs_two
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    [((2, 1, 1), {}), ((2, 1, 1), {"sequence_parallel": True}), ((1, 2, 1), {}),
-     ((1, 2, 1), {"schedule": "zero-bubble"}), *(((1, 1, 2), {"zero_stage": stage}) for stage in range(4))],
+    [((2, 1, 1), {}), *(((2, 1, 1), {"sequence_parallel": True, "async_tp": new}) for new in (False, True)),
+     ((1, 2, 1), {}), ((1, 2, 1), {"schedule": "zero-bubble"}),
+     *(((1, 1, 2), {"zero_stage": stage}) for stage in range(4))],
     ids=str,
 )  # fmt: skip
 def test_two_gpus_compute_what_one_does(tmp_path: Path, layout: Layout, changes: dict[str, Any]) -> None:
