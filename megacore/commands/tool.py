@@ -50,7 +50,7 @@ class Scanned:
         values: of the parser's flags, as argparse has them.
         rest: words of other flags.
         problems: everything that is wrong with the parser's own flags.
-        given: these flags, as they are spelled in the parser.
+        given: these flags, as they are spelled in the parser, but those that lack a value.
         misread: those without a value that can be read.
         seen: what is given, by destination, with a readable value or not.
     """
@@ -187,7 +187,8 @@ class ToolParser(argparse.ArgumentParser):
                 found.misread.add(flag)
             else:
                 action(self, found.values, value, flag)
-            found.given += [flag] if action.option_strings else []
+            lacks_value = not values and action.nargs not in (0, "?")
+            found.given += [flag] if action.option_strings and not lacks_value else []
             texts.setdefault(action.dest, {}).setdefault(" ".join(values or [str(action.const)]), flag)
         found.seen.update(texts)
         found.problems += self._repeated(texts)
