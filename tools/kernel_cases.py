@@ -20,7 +20,7 @@ from torch import Tensor
 
 # isort: off
 from megacore.kernels import adamw, attention, cross_entropy, dropout, gelu, grouped, norm
-from megacore.kernels import permute, rotary, softmax, swiglu
+from megacore.kernels import permute, recurrence, rotary, softmax, swiglu
 # isort: on
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -255,8 +255,17 @@ def _permuted(width: int, chosen: int, name: str, *, weighted: bool) -> Case:
     return Case(name=label, launch=launch, narrow=narrow, minimum={"gather": once, "combine": once, "spread": both})
 
 
+def _recurrence(size: int, *, matrices: bool, backwards: bool) -> Case:
+    """With 32 heads of one sample."""
+    passes, makes = (_meta(32, 64, size, width, dtype=torch.float32) for width in (size if matrices else 1, size))
+    launch = partial(recurrence.states, passes, makes, makes[:, 0], backwards=backwards)
+    label = f"states_between_chunks {size} by {'matrices' if matrices else 'numbers'}{', backwards' * backwards}"
+    return Case(name=label, launch=launch, aligned=False)
+
+
 _KINDS: dict[str, Callable[..., Case]] = {
     "norm": _norm, "softmax": _softmax, "cross_entropy": _cross_entropy, "merged_statistics": _merged_statistics,
     "gelu": _gelu, "rotary": _rotary, "split_rotary": _split_rotary, "swiglu": _swiglu, "dropout": _dropout,
     "adamw": _adamw, "attention": _attention, "grouped": _grouped, "permuted": _permuted,
+    "recurrence": _recurrence,
 }  # fmt: skip

@@ -21,10 +21,13 @@ c chunks of i positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megacore.ops.dispatch import operator, runs_triton
 
 _CHUNK = 64  # positions; the system costs its square a position
 
@@ -53,6 +56,8 @@ def gated_delta_rule(
             state, [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
         corrects: whether a position erases what the state holds for its key, as the delta rule; else Mamba-2's.
     """
+    if isinstance(before, Tensor) and value.shape[2] == 1:
+        return _of_one_position(query, key, value, decay=decay, rate=rate, state=before, corrects=corrects)
     if corrects:
         query, key = (x.repeat_interleave(value.shape[1] // key.shape[1], 1) for x in (query, key))
     (s, wide), size, groups = value.shape[2:], min(_CHUNK, value.shape[2]), key.shape[1]
@@ -90,11 +95,9 @@ def gated_delta_rule(
     elif before is not None:
         state = torch.cat([state, unit.expand_as(passes[:, :, :, 0])], -1)
         makes = F.pad(makes, (0, unit.shape[-1]))
-    states = [state]
-    for number in range(makes.shape[3]):
-        states.append(makes[:, :, :, number] + passed_on(passes[:, :, :, number], states[-1]))
-    *entering, final = states
-    held = torch.stack(entering, 3)
+    flat = [x.flatten(0, 2).contiguous() for x in (passes, makes, state)]
+    held, final = states_between_chunks(*flat).unflatten(0, state.shape[:3]).tensor_split([-1], 3)
+    final = final.squeeze(3)
     if callable(before):
         first = before(final.flatten(1, 2)).unflatten(1, (groups, -1))
         final = final[..., :wide] + passed_on(final[..., wide:], first)
@@ -105,6 +108,66 @@ def gated_delta_rule(
         out = torch.einsum("bgcik,bgrckv->bgrciv", query, held) * enters
     out = out + (query @ key.mT).unsqueeze(2) * ratios @ writes
     return out.flatten(1, 2).flatten(2, 3)[:, :, :s], final.flatten(1, 2)
+
+
+# ---- the states between chunks
+
+
+def states_between_chunks(passes: Tensor, makes: Tensor, state: Tensor) -> Tensor:
+    """S_{n+1} = M_n S_n + N_n from the state before the first chunk on: [h, c + 1, k, v], in fp32.
+
+    Args:
+        passes: M, [h, c, k, k], or its diagonal, [h, c, k, 1], contiguous.
+        makes: N, [h, c, k, v], contiguous.
+        state: [h, k, v], contiguous.
+    """
+    most = 128 if passes.shape[-1] > 1 else 512  # registers hold a state, beside M or its diagonal
+    if passes.shape[2] <= most and runs_triton(passes, "passes"):
+        found: Tensor = _in_one_launch(passes, makes, state, False)
+        return found
+    states = [state]
+    for number in range(makes.shape[1]):
+        states.append(makes[:, number] + passed_on(passes[:, number], states[-1]))
+    return torch.stack(states, 1)
+
+
+@operator("megacore::states_between_chunks")
+def _in_one_launch(passes: Tensor, makes: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    import megacore.kernels.recurrence as kernel
+
+    return kernel.states(passes, makes, state, backwards=backwards)
+
+
+@_in_one_launch.register_fake
+def _(passes: Tensor, makes: Tensor, state: Tensor, backwards: bool) -> Tensor:
+    return makes.new_empty(makes.shape[0], makes.shape[1] + 1, *makes.shape[2:])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    passes, states = ctx.saved_tensors
+    grad = grad.contiguous()
+    total = _in_one_launch(passes, grad[:, :-1], grad[:, -1], True)
+    later, earlier = total[:, 1:], states[:, :-1]
+    of_passes = later @ earlier.mT if passes.shape[-1] > 1 else (later * earlier).sum(-1, keepdim=True)
+    return of_passes, later, total[:, 0], None
+
+
+_in_one_launch.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _of_one_position(
+    query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor, rate: Tensor, state: Tensor, corrects: bool
+) -> tuple[Tensor, Tensor]:
+    """The recurrence itself, as `gated_delta_rule`: what a token of a generated text costs."""
+    query, key = (x.float().repeat_interleave(value.shape[1] // key.shape[1], 1) for x in (query, key))
+    kept = decay.float().exp().unsqueeze(-1) * state
+    writes = rate.float().unsqueeze(-1) * (value.float() - key @ kept if corrects else value.float())
+    state = kept + key.mT @ writes
+    return query @ state, state
 
 
 def passed_on(passes: Tensor, state: Tensor) -> Tensor:

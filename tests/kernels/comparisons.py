@@ -15,6 +15,7 @@ from torch import Tensor
 from megacore import ops
 from megacore.ops import activation, norm
 from megacore.ops.block_attention import block_attention
+from megacore.ops.delta_rule import states_between_chunks
 from megacore.ops.grouped import RowGroups
 from megacore.ops.visibility import Visibility
 from megacore.parallel.experts import Assignment, GroupedProducts, assign, combine, dispatch
@@ -26,7 +27,7 @@ from tests.kernels.loop import with_all_weights
 
 def comparisons() -> list[Comparison]:
     """All of them."""
-    kinds = (_norms, _softmaxes, _cross_entropies, _rotaries, _activations, _dropouts, _attentions, _experts)
+    kinds = [_norms, _softmaxes, _cross_entropies, _rotaries, _activations, _dropouts, _attentions, _experts, _states]
     return [comparison for kind in kinds for comparison in kind()]
 
 
@@ -279,3 +280,21 @@ def _experts() -> Iterator[Comparison]:
 
         shapes = {"tokens": (tokens, width), "weights": (tokens, chosen)}
         yield Comparison(f"experts_rows-{tokens}x{chosen}x{width}", there_and_back, weighted, shapes)
+
+
+def _states() -> Iterator[Comparison]:
+    """States of odd sizes, passed on by a matrix or by its diagonal; more columns than a program has; one chunk."""
+
+    def operator(passes: Tensor, makes: Tensor, state: Tensor) -> Tensor:
+        return states_between_chunks(passes.float(), makes.float(), state.float()).to(state.dtype)
+
+    def oracle(passes: Tensor, makes: Tensor, state: Tensor) -> Tensor:
+        matrices, states = passes if passes.shape[-1] > 1 else passes * torch.eye(passes.shape[2]).to(passes), [state]
+        for n in range(makes.shape[1]):
+            states.append(torch.einsum("hij,hjv->hiv", matrices[:, n], states[n]) + makes[:, n])
+        return torch.stack(states, 1)
+
+    for chunks, rows, columns, passed in ((3, 6, 37, 6), (4, 20, 5, 1), (1, 2, 3, 2)):
+        shapes = {"passes": (2, chunks, rows, passed), "makes": (2, chunks, rows, columns), "state": (2, rows, columns)}
+        name = f"states-{chunks}x{rows}x{columns}-by-{passed}"
+        yield Comparison(name, operator, oracle, shapes, scale={"passes": 0.3})

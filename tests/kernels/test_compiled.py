@@ -42,7 +42,7 @@ USUAL = (
     *("softmax causal 4096 bf16", "softmax causal, window 1024 131072", "entropy 50257 of 50304, smoothing bf16"),
     *("entropy over 8 ranks", "gelu 4096 bf16", "rotary 32 x 128 bf16", "swiglu 8192 bf16", "dropout_add 4096 bf16"),
     *("adamw", "attention 64 alibi bf16", "attention 128 documents", "grouped_linear 8 x 4096"),
-    *("rows of 2 experts 4096 bf16",),
+    *("rows of 2 experts 4096 bf16", "states_between_chunks 64 by matrices"),
 )
 DEFECTS = tomllib.loads(Path(__file__).with_name("defects.toml").read_text(encoding="utf-8"))
 
