@@ -206,11 +206,13 @@ def write_peft(tensors: CheckpointTensors, family: Family, target: Path, *, like
                     b = torch.zeros(shapes[theirs][step.transposed], adapter.b.shape[1], dtype=adapter.b.dtype)
                     _of_width(step, adapter.b.shape[1]).take_apart(adapter.b, source, b)
                     found.setdefault(_module(step, source), []).append((adapter.a, b))
-    if bare := [name for name, rows in made.items() if rows.isnan().any()]:
-        raise CheckpointError(
-            f"{tensors.directory}: {bare[0].removesuffix('.lora_magnitude_vector')} has rows without an adapter, and "
-            "PEFT's DoRA has lengths of all: merge them with --merge instead"
-        )
+    for name, rows in made.items():
+        if len(bare := rows.isnan().nonzero()):
+            raise CheckpointError(
+                f"{tensors.directory}: row {int(bare[0, 0])} of {name} has no adapter, and PEFT's DoRA has a length "
+                f"for each of its {len(rows)} rows: use --to megacore --merge, or train without --lora-rank targets, "
+                "which adapts all projections that share a layer"
+            )
     made = {name: rows.squeeze(1) for name, rows in made.items()}
     for module, pairs in found.items():
         a, b = (torch.cat(list(each), dim) for dim, each in enumerate(zip(*pairs, strict=True)))

@@ -33,13 +33,16 @@ class KeyValues:
     def __init__(self, stage: Stage, config: ResolvedModel, capacity: int) -> None:
         assert capacity <= config.max_position_embeddings
         self._stage, self._config, self._capacity, self.length = stage, config, capacity, 0
-        self._attentions = [module for module in stage.modules() if isinstance(module, Attention)]
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
-        self._past = {module: Past() for module in stage.modules() if isinstance(module, LinearAttention)}
-        for attention in self._attentions:
-            if attention.rotary is not None:
-                # Tables of the full length at once: they are made anew whenever a longer text comes.
-                attention.rotary.tables(capacity, next(stage.parameters()).device)
+        self._mixes: dict[nn.Module, partial[Tensor]] = {}  # what attentions call in place of their `mix`
+        for module in stage.modules():
+            if isinstance(module, LinearAttention):
+                self._mixes[module] = partial(_continued, module, Past())
+            elif isinstance(module, Attention):
+                self._mixes[module] = partial(self._mix, module)
+                if module.rotary is not None:
+                    # Tables of the full length at once: they are made anew whenever a longer text comes.
+                    module.rotary.tables(capacity, next(stage.parameters()).device)
 
     @classmethod
     def of(cls, stage: Stage, config: ResolvedModel, capacity: int) -> KeyValues | None:
@@ -52,7 +55,7 @@ class KeyValues:
             return None
         return cls(stage, config, capacity)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def next_logits(self, tokens: list[int]) -> Tensor:
         """Logits [V] of the token after these, which follow those that have been read."""
         device = next(self._stage.parameters()).device
@@ -88,16 +91,15 @@ class KeyValues:
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
-        # For the time of a call only, so that the model is at any time what it was before.
-        for attention in self._attentions:
-            attention.mix = partial(self._mix, attention)  # type: ignore[method-assign]
-        for linear, past in self._past.items():
-            linear.mix = partial(_continued, linear, past)  # type: ignore[method-assign]
+        # For the time of a call only, so that the model is at any time what it was before; and not by `setattr`, which
+        # in a module takes longer than everything else here.
+        for module, mix in self._mixes.items():
+            vars(module)["mix"] = mix
         try:
             yield
         finally:
-            for module in (*self._attentions, *self._past):
-                del module.mix
+            for module in self._mixes:
+                del vars(module)["mix"]
 
     def _mix(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """In place of `Attention.mix`: over the keys and values of all tokens so far."""
