@@ -23,6 +23,7 @@ from megacore.parallel import mesh
 from megacore.parallel.collectives import all_reduce_, rows_of_ranks
 from megacore.parallel.mesh import agree_on_devices, build_mesh, join_job, leave, select_device
 from megacore.zero import bucket
+from megacore.zero.compressed import CODES, CompressedSum
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, trainer_of
@@ -215,3 +216,45 @@ def test_sums_over_groups_of_shards_begin_beside_backward(tmp_path: Path) -> Non
     """All but that of the first layers, whose gradients are the last to arrive."""
     for in_backward, in_all in run_distributed(sums_beside_backward, 4, str(tmp_path), [1, 2, 3])[0]:
         assert in_backward == in_all - 1 >= 4
+
+
+# ---- sums of which one bit of each number travels
+
+
+def terms_of(rank: int) -> list[torch.Tensor]:
+    """Four blocks of numbers of a rank, for each of three sums."""
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, CODES["sign"].format.block, generator=draw) for _ in range(3)]
+
+
+def that_count() -> torch.Tensor:
+    return torch.rand(4, CODES["sign"].format.block, generator=torch.Generator().manual_seed(9)) < 0.7
+
+
+def sums_of_signs(rank: int, ranks: int) -> list[torch.Tensor]:
+    group, numbers = build_mesh(make_config((1, 1, ranks), "unused").parallel).replicas, that_count().flatten()
+    compressed = CompressedSum(len(numbers), group, CODES["sign"], device=numbers.device, passes_on=True)
+    compressed.restrict(numbers)
+    found = []
+    for terms in terms_of(rank):
+        compressed.begin(terms.flatten())
+        found.append(compressed.whole_sum())
+    return found
+
+
+def test_sums_of_signs_are_those_of_a_loop_wherever_their_parts_are_added() -> None:
+    """What a message leaves out is added to the next one, and what does not count stays 0 on every rank."""
+
+    def sent(x: torch.Tensor) -> torch.Tensor:
+        scale = x.norm(dim=1, keepdim=True) / counted.sum(1, keepdim=True).sqrt()
+        return torch.where(x >= 0, scale, -scale) * counted
+
+    found, counted = run_distributed(sums_of_signs, 2), that_count()
+    left, left_of_sum = [torch.zeros(counted.shape)] * 2, torch.zeros(counted.shape)
+    for step in range(3):
+        given = [left[rank] + terms_of(rank)[step] * counted for rank in range(2)]
+        left = [x - sent(x) for x in given]
+        total = left_of_sum + sum(map(sent, given))
+        left_of_sum = total - sent(total)
+        for ranks in found:
+            torch.testing.assert_close(ranks[step].view(counted.shape), sent(total), rtol=1e-5, atol=0)
