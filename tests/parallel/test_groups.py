@@ -221,23 +221,18 @@ def test_sums_over_groups_of_shards_begin_beside_backward(tmp_path: Path) -> Non
 # ---- sums of which one bit of each number travels
 
 
-def terms_of(rank: int) -> list[torch.Tensor]:
-    """Four blocks of numbers of a rank, for each of three sums."""
-    draw = torch.Generator().manual_seed(rank)
-    return [torch.randn(4, CODES["sign"].format.block, generator=draw) for _ in range(3)]
-
-
-def that_count() -> torch.Tensor:
-    return torch.rand(4, CODES["sign"].format.block, generator=torch.Generator().manual_seed(9)) < 0.7
+def drawn(seed: int) -> torch.Tensor:
+    """Four blocks of numbers; those count that are above 0 where the seed is 9."""
+    return torch.rand(4, CODES["sign"].format.block, generator=torch.Generator().manual_seed(seed)) - 0.3
 
 
 def sums_of_signs(rank: int, ranks: int) -> list[torch.Tensor]:
-    group, numbers = build_mesh(make_config((1, 1, ranks), "unused").parallel).replicas, that_count().flatten()
-    compressed = CompressedSum(len(numbers), group, CODES["sign"], device=numbers.device, passes_on=True)
-    compressed.restrict(numbers)
+    group, counted = build_mesh(make_config((1, 1, ranks), "unused").parallel).replicas, drawn(9).flatten() > 0
+    compressed = CompressedSum(len(counted), group, CODES["sign"], device=counted.device, passes_on=True)
+    compressed.restrict(counted)
     found = []
-    for terms in terms_of(rank):
-        compressed.begin(terms.flatten())
+    for step in range(3):
+        compressed.begin(drawn(10 * rank + step).flatten())
         found.append(compressed.whole_sum())
     return found
 
@@ -249,10 +244,10 @@ def test_sums_of_signs_are_those_of_a_loop_wherever_their_parts_are_added() -> N
         scale = x.norm(dim=1, keepdim=True) / counted.sum(1, keepdim=True).sqrt()
         return torch.where(x >= 0, scale, -scale) * counted
 
-    found, counted = run_distributed(sums_of_signs, 2), that_count()
+    found, counted = run_distributed(sums_of_signs, 2), drawn(9) > 0
     left, left_of_sum = [torch.zeros(counted.shape)] * 2, torch.zeros(counted.shape)
     for step in range(3):
-        given = [left[rank] + terms_of(rank)[step] * counted for rank in range(2)]
+        given = [left[rank] + drawn(10 * rank + step) * counted for rank in range(2)]
         left = [x - sent(x) for x in given]
         total = left_of_sum + sum(map(sent, given))
         left_of_sum = total - sent(total)

@@ -107,9 +107,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["--dry-run", pytest.param("--dry-run=full", marks=pytest.mark.slow)])
-def test_what_a_program_registers_is_traced_and_not_kept(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_optimizers_are_traced_and_not_kept(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations with sections of their own cannot be pickled, and their sources are in no key of the cache."""
     words = "--preset gpt2-tiny --vocab-size 512 --mock-data --train-iters 9 --pp 2 --dp 1 --optimizer signum"
     example = str(Path(__file__).parents[2] / "examples" / "custom_optimizer")
