@@ -165,7 +165,7 @@ def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextMan
     same = (tp, cp, split or tp == 1) == (parallel.tp, parallel.cp, parallel.sequence_parallel or parallel.tp == 1)
     if not drops or same or canonical_blocks(config) > 1:
         return nullcontext()
-    alone = "" if config.training.compile or config.lora.lora_dropout else ", or on one process with --device cpu"
+    alone = "" if config.training.compile else ", or on one process with --device cpu"
     if alone and parallel.ranks == 1 and computes_on_cpu(parallel.device):
         return masks_of_shards(tp, cp=cp, sequence_parallel=split)
     layout = f"--tp {tp} --cp {cp}{' --sequence-parallel' * split}"
@@ -182,7 +182,7 @@ def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) ->
         for number in steps:
             _masks(history.facts_of(history.steps[number]), one_process(config))
     except UserError:
-        return "it draws the dropout masks only with --device cpu, and without --compile and LoRA dropout"
+        return "it draws the dropout masks only with --device cpu, and without --compile"
     return ""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.layers.attention import Attention
+from megacore.layers.lora import Adapted
 from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import Dropout, RandomStreams
+from megacore.parallel.tensor import RowParallelLinear
 
 Note = Callable[[str, int], None]
 """Takes the name of a mask, with microbatch and shard, and 48 bits that identify it."""
@@ -39,14 +42,24 @@ def masks_recorded(note: Note) -> Iterator[None]:
 def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterator[None]:
     """A model on one process draws the masks of `tp` x `cp` ranks; with sequence parallelism each holds a part of the
     positions."""
-    attended = Attention._attended
+    attended, adapted = Attention._attended, Adapted.adapted
+    adapters: dict[Dropout | None, bool] = {}  # whether ranks split the features of what an adapter reads
     positions = SequenceShards(Group(ranks=tuple(range(cp))))
     ranks = cp * (tp if sequence_parallel else 1)
 
     def of_parts(dropout: Dropout, x: Tensor) -> Tensor:
         order = torch.tensor(positions.order(x.shape[1]), device=x.device)
-        masks = [dropout.drawn(part, rank) for rank, part in enumerate(x.chunk(ranks, 1))]
+        rows, columns = (cp, tp) if adapters.get(dropout) else (ranks, 1)
+        stride = cp * tp // rows if dropout in adapters else 1  # an adapter's masks have the numbers of all ranks
+        masks = [
+            torch.cat([dropout.drawn(part, row * stride + n) for n, part in enumerate(held.chunk(columns, -1))], -1)
+            for row, held in enumerate(x.chunk(rows, 1))
+        ]
         return torch.cat(masks, 1)[:, order.argsort()]
+
+    def of_adapter(layer: Adapted, x: Tensor, y: Tensor, **choices: Any) -> Tensor:
+        adapters[layer.lora_dropout] = isinstance(layer, RowParallelLinear)
+        return adapted(layer, x, y, **choices)
 
     def of_heads(
         attention: Attention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
@@ -63,5 +76,9 @@ def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool) -> Iterato
             mixed.append(attended(attention, queries, keys, values, documents, alibi=bias, sinks=sink, shard=rank))
         return torch.cat(mixed, 1)
 
-    with patch.object(Dropout, "mask", of_parts), patch.object(Attention, "_attended", of_heads):
+    with (
+        patch.object(Dropout, "mask", of_parts),
+        patch.object(Adapted, "adapted", of_adapter),
+        patch.object(Attention, "_attended", of_heads),
+    ):
         yield

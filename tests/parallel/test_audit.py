@@ -243,18 +243,23 @@ def test_steps_computed_again_agree_on_any_layout_unless_something_else_is_compu
     assert status == (expected != AGREES) and re.search(expected, said, re.MULTILINE), said
 
 
-def test_one_process_draws_the_dropout_masks_of_the_layout(tmp_path: Path) -> None:
-    changes = {"reproducible": False, "hidden_dropout": 0.1, "cp": 2, "cp_comm": "ring", "train_iters": 2}
-    run_distributed(train, 2, str(tmp_path), [((1, 1, 1), changes)])
-    words = [str(tmp_path), "--replay", "1-2", "--device", "cpu"]
-    status, said = audited(0, 1, words)
-    assert status == 0 and "agree to rounding" in said, said
-    for flags, expected in (("--dp 2", 2), ("--cp 2 --cp-comm ring --bisect", 0)):
-        (status, said), *_ = run_distributed(audited, 2, [*words, *flags.split()], init=False)
-        assert status == expected, said
-    words += ["--cp", "2", "--cp-comm", "ring", "--bisect"]
-    (status, said), *_ = run_distributed(audited, 2, words, "megacore.audit.replay.computes_on_cpu", init=False)
-    assert status == 0 and "one process: it draws the dropout masks only with --device cpu" in said, said
+def test_one_process_draws_the_dropout_masks_of_the_layout(run: Path, tmp_path: Path) -> None:
+    base, context = str(run / SAVED), {"hidden_dropout": 0.1, "cp": 2, "cp_comm": "ring"}
+    adapters = {"lora_rank": 4, "lora_dropout": 0.5, "sequence_parallel": True, "pretrained_checkpoint": base}
+    for tp, changes in (2, adapters), (1, context):
+        shutil.rmtree(tmp_path)
+        run_distributed(train, 2, str(tmp_path), [((tp, 1, 1), changes | {"reproducible": False, "train_iters": 2})])
+        words = [str(tmp_path), "--replay", "1-2", "--device", "cpu"]
+        status, said = audited(0, 1, words + ["--pretrained-checkpoint", base] * (tp > 1))
+        assert status == 0 and "agree to rounding" in said, said
+    ring, alone = "--cp 2 --cp-comm ring --bisect", "one process: it draws the dropout masks only with --device cpu"
+    for flags, broken, expected, why in (
+        ("--dp 2", None, 2, ""),
+        (ring, None, 0, ""),
+        (ring, "megacore.audit.replay.computes_on_cpu", 0, alone),
+    ):
+        (status, said), *_ = run_distributed(audited, 2, [*words, *flags.split()], broken, init=False)
+        assert status == expected and why in said, said
 
 
 def test_a_run_goes_on_with_other_settings_from_a_checkpoint_whose_line_was_lost(tmp_path: Path) -> None:
