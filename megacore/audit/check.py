@@ -44,6 +44,7 @@ class History:
         # Of each line with which the run went back, the steps that no longer count.
         self.abandoned: dict[int, range] = {}
         self._states: dict[int, tuple[Mapping[str, str], Line]] = {}  # known after each step
+        self._starts: list[Line] = []  # of each line
         self._position = -1, -1  # the last step, and the samples that it leaves behind
         for line in lines_of(path) if lines is None else lines:
             try:
@@ -53,6 +54,7 @@ class History:
             if wrong is not None:
                 raise BrokenLedger(f"line {line.number} of {path} {wrong}")
             self.lines.append(line)
+            self._starts.append(line if line.kind == "start" or not self._starts else self._starts[-1])
         if not self.lines or self.lines[0].kind != "start":
             raise UserError(f"{path} has no start of a run: give the {FILE} of a run with --ledger")
 
@@ -89,7 +91,7 @@ class History:
         return self.start_of(self.lines[-1])
 
     def start_of(self, line: Line) -> Line:
-        return next(each for each in reversed(self.lines[: line.number]) if each.kind == "start")
+        return self._starts[line.number - 1]
 
     def facts_of(self, line: Line) -> dict[str, str]:
         """Settings, code and libraries of a line's start, with the flags of today: an earlier ledger has some as flags
@@ -101,10 +103,9 @@ class History:
         """The last save of a step."""
         return next((line for line in reversed(list(self.saves.values())) if line.step == step), None)
 
-    @property
-    def rounding(self) -> Mapping[str, float] | None:
-        """How far losses and norms may be from those of another layout; None: not at all."""
-        facts = self.start.record["facts"]
+    def rounding_of(self, line: Line) -> Mapping[str, float] | None:
+        """How far a step's loss and norm may be from those of another layout; None: not at all."""
+        facts = self.start_of(line).record["facts"]
         if facts["--reproducible"] == "True":
             return None
         return _ROUNDING["fp32" if facts["--precision"] == "fp32" else "16 bits"]
@@ -196,7 +197,7 @@ def uncovered(directory: Location, history: History) -> set[str]:
 
 def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> tuple[str, str] | None:
     """What of two lines of a step differs first, and how in words. `other`: the record of the other one."""
-    rounding, one = history.rounding, line.record
+    rounding, one = history.rounding_of(line), line.record
     for name, cause in CAUSES.items():
         here, there = one.get(name), other.get(name)
         if here == there or (name in ("data", "state") and None in (here, there)):

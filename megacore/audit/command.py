@@ -160,7 +160,7 @@ def _print_summary(history: History) -> None:
 def _different(history: History, other: History) -> Generator[str, None, int | None]:
     """What differs in the first step that does; returns its number, None where none does."""
     common = sorted(history.steps.keys() & other.steps.keys())
-    last = None
+    last, near = None, False
     for step in common:
         here, there = history.steps[step], other.steps[step]
         if found := first_difference(history, here, there.record):
@@ -169,9 +169,10 @@ def _different(history: History, other: History) -> Generator[str, None, int | N
             for fact in different_facts(history.facts_of(history.start), other.facts_of(other.start)):
                 yield f"  {fact}"
             return step
+        near = near or history.rounding_of(here) is not None
         if "state" in here.record and "state" in there.record:
             last = step
-    print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if history.rounding else ''}")
+    print(f"  {counted(len(common), 'step')} agree with {other.path}{' to rounding' if near else ''}")
     return None
 
 
@@ -190,7 +191,8 @@ def _replayed(history: History, steps: range, args: Namespace) -> Iterator[str]:
     if done.not_narrowed:
         print(f"  not compared with one process: {done.not_narrowed}")
     if not done.problems:
-        how = "to rounding, because the run is not --reproducible" if history.rounding else "bit for bit"
+        near = any(history.rounding_of(history.steps[step]) for step in steps)
+        how = "to rounding, because the run is not --reproducible" if near else "bit for bit"
         print(f"{history.path}: steps up to {steps[-1]}, computed again, agree {how}")
     if args.against is not None:
         words = [args.run, "--replay", str(done.step), *(["--checkpoint", args.checkpoint] if args.checkpoint else [])]

@@ -41,6 +41,7 @@ class Narrowing:
     def __init__(self, trainer: Trainer, records: StepRecords, history: History, *, compares: bool) -> None:
         self._trainer, self._records, self._history = trainer, records, history
         mesh = trainer.mesh
+        self._rounding = history.rounding_of(history.steps[trainer.step + 1])
         self._compares = compares and mesh.world.size > 1
         is_alone = self._compares and mesh.world.is_first
         self._alone = trainer_of(one_process(trainer.config), Mesh(device=mesh.device)) if is_alone else None
@@ -101,7 +102,7 @@ class Narrowing:
     def _first_that_differs(self, pieces: Sequence[Sequence[Piece]]) -> str | None:
         """What the layout computes otherwise than one process first, in words."""
         expected, whole = self._expected.tensors, assemble(dict(enumerate(pieces)))
-        keys = [key for key in expected if key in whole.tensors and (key.kind in _NEAR or not self._history.rounding)]
+        keys = [key for key in expected if key in whole.tensors and (key.kind in _NEAR or not self._rounding)]
         wrong = [key for key in keys if key in whole.disagreements or self._differ(key, whole.tensors[key]).any()]
         if not wrong:
             return None
@@ -127,7 +128,7 @@ class Narrowing:
 
     def _differ(self, key: Key, values: Array) -> Array:
         """Which elements differ from those of one process; also those that are NaN in one of them."""
-        expected, rounding = self._expected.tensors[key], self._history.rounding
+        expected, rounding = self._expected.tensors[key], self._rounding
         if values.shape != expected.shape:
             return np.ones(values.shape, dtype=bool)
         same = (values == expected) | (np.isnan(values) & np.isnan(expected))

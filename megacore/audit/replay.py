@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -53,21 +54,62 @@ class Replayed:
     not_narrowed: str = ""  # why the layout was not compared with one process, if it was asked for
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Steps that were taken with the same settings, and what a replay of them begins with."""
+
+    steps: range
+    settings: Mapping[str, str]
+    directory: Location  # of a checkpoint, which has the configuration
+    manifest: Manifest
+    save: Line
+
+
 def replay(history: History, steps: range, run: Location, flags: Sequence[str], *, narrows: bool = False) -> Replayed:
     """Take steps again, and compare each up to the first that differs. They begin after the nearest checkpoint before
-    `steps`, or with the initial weights. `run`: the checkpoint to begin with, or the directory of a run that has it.
-    `flags`: of the layout, and others that differ from those of the run. `narrows`: whether to compare the layout with
-    one process, and to look for what of a step is wrong. Raises UserError where the ledger lacks a step, or there is no
-    checkpoint."""
-    step = steps[-1]
-    _refuse_gaps(history, steps)
-    directory, manifest, save = _nearest(run, steps[0], history)
-    _refuse_gaps(history, steps, after=save.step)
-    if "bert" in manifest.config:
-        raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
-    local_rank = os.environ.get("LOCAL_RANK", "0")
+    `steps`, or with the initial weights; where the run went on with other settings, after a checkpoint before these.
+    `run`: the checkpoint to begin with, or the directory of a run that has it. `flags`: of the layout, and others that
+    differ from those of the run. `narrows`: whether to compare the layout with one process, and to look for what of a
+    step is wrong. Raises UserError where the ledger lacks a step, or there is no checkpoint."""
+    parts = _parts(history, steps, run)
     work = job_directory("replay", os.environ, os.getcwd())
-    done = Replayed([], save.step + 1)
+    done = Replayed([], parts[0].save.step + 1)
+    make(work)
+    try:
+        configs = [_config_of(part, history, work, flags) for part in parts]
+        for before, part, config in zip([None, *parts], parts, configs, strict=False):
+            if before is not None:
+                other = f"other settings ({'; '.join(different_facts(before.settings, part.settings))})"
+                print(f"  steps up to {before.steps[-1]} agree; from step {part.steps[0]} on with {other}")
+            _take(part, history, config, done, narrows=narrows)
+            if done.problems or done.status:
+                break
+    finally:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            shutil.rmtree(work, ignore_errors=True)
+    return done
+
+
+def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) -> ResolvedConfig:
+    """Raises UserError where this layout does not compute the part's steps. `work`: a directory of all ranks."""
+    name, save = f"{part.steps[0]}_{os.environ.get('LOCAL_RANK', '0')}", part.save
+    settings, before, since = work / f"{name}.toml", *map(history.facts_of, (save, history.steps[part.steps[-1]]))
+    settings.write_text(tomli_w.dumps(_settings(part.manifest, before, since)))
+    words = ["--config", str(settings), "--output-dir", str(work / f"output_{part.steps[0]}")]
+    if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
+        words += ["--load", str(part.directory)]
+    config = read_config([*words, *flags], prog="audit.py")
+    for number in range(save.step + 1, part.steps.stop):
+        _masks(history.facts_of(history.steps[number]), config)
+    return config
+
+
+def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed, *, narrows: bool) -> None:
+    """Take the steps of a part again, and write into `done` what differs."""
+    save, last, why = part.save, part.steps[-1], ""
+    if narrows and config.parallel.ranks > 1:
+        why = _why_not_narrowed(history, range(save.step + 1, last + 1), config)
+    done.not_narrowed = done.not_narrowed or why
 
     def masks(line: Line, config: ResolvedConfig) -> AbstractContextManager[None]:
         return _masks(history.facts_of(line), config)
@@ -76,8 +118,8 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         trainer, problems = trainer_of(config, mesh), done.problems
         records = StepRecords(trainer)
         problems.extend(_wrongly_loaded(save, records))
-        narrowing = Narrowing(trainer, records, history, compares=not done.not_narrowed) if narrows else None
-        while trainer.step < step and not problems:
+        narrowing = Narrowing(trainer, records, history, compares=not why) if narrows else None
+        while trainer.step < last and not problems:
             done.step = trainer.step + 1
             line = history.steps[done.step]
             if narrowing is None:
@@ -94,48 +136,38 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
                 problems.extend(f"  {cause}" for cause in causes)
         trainer.model.data_parallel.ready()
         if problems and mesh.world.is_first:
-            problems.extend(f"  {each}" for each in _changes(history, facts(config)))
+            # What of code, libraries and machine is not what it was; settings may be others.
+            changes = different_facts(history.facts_of(history.steps[last]), facts(config))
+            problems.extend(f"  {each}" for each in changes if not each.startswith("--"))
 
-    make(work)
-    settings, before, since = work / f"run_{local_rank}.toml", *map(history.facts_of, (save, history.steps[step]))
-    try:
-        settings.write_text(tomli_w.dumps(_settings(manifest, before, since)))
-        words = ["--config", str(settings), "--output-dir", str(work / "output")]
-        if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
-            words += ["--load", str(directory)]
-        config = read_config([*words, *flags], prog="audit.py")
-        for number in range(save.step + 1, step + 1):
-            masks(history.steps[number], config)
-        if narrows and config.parallel.ranks > 1:
-            done.not_narrowed = _why_not_narrowed(history, range(save.step + 1, step + 1), config)
-        done.status = launch(config, body)
-    finally:
-        if local_rank == "0":
-            shutil.rmtree(work, ignore_errors=True)
-    return done
+    done.step = save.step + 1
+    done.status = launch(config, body)
 
 
-def _refuse_gaps(history: History, steps: range, *, after: int | None = None) -> None:
-    """Raises UserError unless each step has a line, and all were taken with the same settings. `after`: the step behind
-    which a replay of `steps` begins; None: it is not known yet."""
-    taken, stretches = steps if after is None else range(after + 1, steps.stop), _stretches(history)
-    if any(taken.start in each and taken[-1] in each for each, _ in stretches):
-        return
-    if missing := [number for number in taken if number not in history.steps]:
-        why = f"has no line of step {in_ranges(missing)} that counts"
-    else:
-        new, settings = next((each.start, there) for each, there in stretches if taken.start < each.start)
-        before = next(there for each, there in stretches if new - 1 in each)
-        why = f"has other settings from step {new} on ({'; '.join(different_facts(before, settings))})"
-    parts = [range(max(each.start, steps.start), min(each.stop, steps.stop)) for each, _ in stretches]
-    way = f"use one of {in_ranges(history.steps)}"
-    if after is not None and any(part == steps for part in parts):
-        held = next(each.start for each, _ in stretches if steps.start in each)
-        needed = in_ranges(range(held - 1, steps.start))
-        way = f"give a checkpoint of step {needed} with --checkpoint, or leave out --replay"
-    elif parts := [part for part in parts if part]:
-        way = f"use {' or '.join(f'--replay {part.start}-{part[-1]}' for part in parts)}"
-    raise UserError(f"{history.path} {why}: {way}")
+def _parts(history: History, steps: range, run: Location) -> list[_Part]:
+    """The steps of each settings. Raises UserError where a line is missing, or a checkpoint to begin with."""
+    stretches = _stretches(history)
+    cuts = [(range(max(each.start, steps.start), min(each.stop, steps.stop)), each, said) for each, said in stretches]
+    if missing := [number for number in steps if number not in history.steps]:
+        ways = " or ".join(f"--replay {part.start}-{part[-1]}" for part, _, _ in cuts if part)
+        way = ways or f"one of {in_ranges(history.steps)}"
+        raise UserError(f"{history.path} has no line of step {in_ranges(missing)} that counts: use {way}")
+    parts = list[_Part]()
+    for part, stretch, settings in cuts:
+        if not part:
+            continue
+        directory, manifest, save = _nearest(run, part.start, history)
+        if "bert" in manifest.config:
+            raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
+        if (first := stretch.start) > save.step + 1:  # what lies between cannot be computed
+            why = f"has no line of step {first - 1} that counts"
+            if before := next((said for each, said in stretches if first - 1 in each), None):
+                why = f"has other settings from step {first} on ({'; '.join(different_facts(before, settings))})"
+            way = f"give a checkpoint of step {in_ranges(range(first - 1, part.start))} with --checkpoint"
+            ends = f"use --replay {steps.start}-{part.start - 1}" if parts else "leave out --replay"
+            raise UserError(f"{history.path} {why}: {way}, or {ends}")
+        parts.append(_Part(part, settings, directory, manifest, save))
+    return parts
 
 
 def _stretches(history: History) -> list[tuple[range, Mapping[str, str]]]:
@@ -174,7 +206,7 @@ def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextMan
 
 def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) -> str:
     """Why one process does not compute in these steps what a layout must; empty where it does."""
-    if history.rounding and config.model.experts is not None:
+    if history.rounding_of(history.steps[steps[-1]]) and config.model.experts is not None:
         return "rounding sends tokens to other experts, in a run without --reproducible"
     if format_of(config) is not None:
         return "it has no sums to compress"
@@ -239,9 +271,3 @@ def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str,
                 if text != "None":
                     tables[table][name] = text if info.kind is str else ast.literal_eval(text)
     return tables
-
-
-def _changes(history: History, here: Mapping[str, str]) -> list[str]:
-    """What of code, libraries and machine is not what it was; settings may be others."""
-    there = history.facts_of(history.start)
-    return [line for line in different_facts(there, here) if not line.startswith("--")]

@@ -139,11 +139,11 @@ def resealed(run: Path, **changes: Any) -> None:
 
 
 def rewritten(*, at: int | None = None, seals: str = "none", **changes: Any) -> Callable[[Path], None]:
-    """Change a line of step 4: its text alone, with a seal of its own, or with seals of all lines after it."""
+    """Change a line, by default of step 4: its text alone, with a seal of its own, or all lines with new seals."""
 
     def tamper(run: Path) -> None:
         lines, text, previous = list(lines_of(run / FILE)), b"", "0" * 64
-        number = max(line.number for line in lines if line.kind == "step" and line.step == 4)
+        number = at or max(line.number for line in lines if line.kind == "step" and line.step == 4)
         for line in lines:
             record = dict(line.record)
             linked = record.pop("previous") if seals != "all" else previous
@@ -198,13 +198,12 @@ def test_tampering_is_found_by_name(what: str, run: Path, tmp_path: Path) -> Non
 # ---- computing again
 
 
-FIRST = "megacore.train.gpt_task.GPTTask.first_input"
+FIRST, CLIP = "megacore.train.gpt_task.GPTTask.first_input", "megacore.optim.update.clip_factor"
+TIED, ON_CPU = "megacore.optim.update.all_reduce_tied_", "megacore.audit.replay.computes_on_cpu"
 BROKEN: dict[str, Any] = {
-    "megacore.optim.update.clip_factor": lambda norm, limit: torch.ones_like(norm),
-    "megacore.optim.update.all_reduce_tied_": lambda gradient, holders: (
-        gradient + [0, torch.nan][torch.distributed.get_rank()]
-    ),
-    "megacore.audit.replay.computes_on_cpu": lambda device: False,
+    CLIP: lambda norm, limit: torch.ones_like(norm),
+    TIED: lambda gradient, holders: gradient + [0, torch.nan][torch.distributed.get_rank()],
+    ON_CPU: lambda device: False,
     FIRST: lambda task, microbatch: microbatch.tokens.roll(torch.distributed.get_rank(), 1),
 }
 ALONE = r"^wrong:   on this layout gradient embedding.tokens.weight of step 5 is the first .* on ranks 0, 1$"
@@ -218,21 +217,11 @@ AGAIN: dict[str, tuple[int, str, str | None, str]] = {
     "from the initial weights": (1, "--replay 1-6", None, AGREES),
     "another rate": (1, "--lr 0.002", None, r"^wrong: step 5 .*: lr 9\.5.* and 0\.00019"),
     "other samples": (1, "--seed 5", None, r"^wrong: step 5 \(line \d+\): data .*: the samples with these numbers"),
-    "another line of code": (
-        1,
-        "",
-        "megacore.optim.update.clip_factor",
-        r"^wrong: step 5 .*: state .*; first .*, \d+ of",
-    ),
-    "a lost all-reduce": (
-        2,
-        "--pp 2",
-        "megacore.optim.update.all_reduce_tied_",
-        r"^wrong: step 5 .*: norm .*: the backward",
-    ),
-    "a lost all-reduce, and where": (2, "--pp 2 --bisect", "megacore.optim.update.all_reduce_tied_", ALONE),
+    "another line of code": (1, "", CLIP, r"^wrong: step 5 .*: state .*; first .*, \d+ of"),
+    "a lost all-reduce": (2, "--pp 2", TIED, r"^wrong: step 5 .*: norm .*: the backward"),
+    "a lost all-reduce, and where": (2, "--pp 2 --bisect", TIED, ALONE),
     "other tokens, and where": (2, "--dp 2 --bisect", FIRST, OF_SAMPLE),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", AGAIN)
@@ -253,26 +242,34 @@ def test_one_process_draws_the_dropout_masks_of_the_layout(run: Path, tmp_path: 
         status, said = audited(0, 1, words + ["--pretrained-checkpoint", base] * (tp > 1))
         assert status == 0 and "agree to rounding" in said, said
     ring, alone = "--cp 2 --cp-comm ring --bisect", "one process: it draws the dropout masks only with --device cpu"
-    for flags, broken, expected, why in (
-        ("--dp 2", None, 2, ""),
-        (ring, None, 0, ""),
-        (ring, "megacore.audit.replay.computes_on_cpu", 0, alone),
-    ):
+    for flags, broken, expected, why in ("--dp 2", None, 2, ""), (ring, None, 0, ""), (ring, ON_CPU, 0, alone):
         (status, said), *_ = run_distributed(audited, 2, [*words, *flags.split()], broken, init=False)
         assert status == expected and why in said, said
 
 
-def test_a_run_goes_on_with_other_settings_from_a_checkpoint_whose_line_was_lost(tmp_path: Path) -> None:
-    def begin(**changes: Any) -> None:
-        run_distributed(train, 1, str(tmp_path), [((1, 1, 1), {"on_spike": "rollback", "spike_window": 4, **changes})])
+def test_a_run_that_goes_on_with_other_settings_is_computed_again_in_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begin(tp: int, **changes: Any) -> None:
+        changes |= {"on_spike": "rollback", "spike_window": 4}
+        run_distributed(train, tp, str(tmp_path), [((tp, 1, 1), changes)])
 
-    begin(train_iters=4)
-    *lines, last = (tmp_path / FILE).read_text().splitlines(keepends=True)
-    assert '"save"' in last
-    (tmp_path / FILE).write_text("".join(lines))
-    begin(load=str(tmp_path), label_smoothing=0.1)
-    status, said = audited(0, 1, [str(tmp_path), "--replay", "6", "--device", "cpu"])
-    assert status == 0 and re.search(AGREES, said), said
+    begin(1, train_iters=4, lr_decay_iters=6)
+    first, *_, last = lines_of(tmp_path / FILE)
+    assert last.kind == "save"
+    earlier = {k.replace("on-spike window", "spike-window"): text for k, text in first.record["facts"].items()}
+    rewritten(at=1, seals="all", facts=earlier)(tmp_path)
+    reordered(lambda lines: lines[:-1])(tmp_path)
+    begin(2, load=str(tmp_path), global_batch_size=2)
+    changes = "(--global-batch-size: 4 and 2; --train-iters: 4 and 6)"
+    cut = f"  steps up to 4 agree; from step 5 on with other settings {changes}\n"
+    for steps, ranks, flags in (("6", 1, ""), ("3-6", 1, ""), ("1-6", 2, "--bisect --pp 2")):
+        words = [str(tmp_path), "--replay", steps, "--device", "cpu", *flags.split()]
+        (status, said), *_ = run_distributed(audited, ranks, words, init=False)
+        assert status == 0 and re.search(AGREES, said) and (cut in said or steps == "6"), said
+    shutil.rmtree(tmp_path / SAVED)
+    assert audited(0, 1, [str(tmp_path), "--replay", "3-6", "--device", "cpu"]) == (2, "")
+    assert "give a checkpoint of step 4 with --checkpoint, or use --replay 3-4" in capsys.readouterr().err
 
 
 def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_path: Path) -> None:
@@ -360,10 +357,7 @@ def test_the_hash_of_slices_and_of_shards_with_padding_is_that_of_the_whole() ->
 
     everything, end = of(whole, ((0, 7), (0, 3), (0, 5)), 0, 10**6), 10**6
     parts = [of(whole[:4], ((0, 4), (0, 3), (0, 5)), *cut) for cut in ((0, 1), (1, 50), (50, 51), (51, end))]
-    parts += [
-        of(whole[4:, :, :2], ((4, 7), (0, 3), (0, 2)), 0, end),
-        of(whole[4:, :, 2:], ((4, 7), (0, 3), (2, 5)), 0, end),
-    ]
+    parts += [of(whole[4:, :, a:b], ((4, 7), (0, 3), (a, b)), 0, end) for a, b in ((0, 2), (2, 5))]
     assert (sum(parts) - everything) % 2**64 == 0
     for place in range(whole.numel()):
         changed = whole.clone()
