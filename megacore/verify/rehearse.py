@@ -173,7 +173,7 @@ def _layout(parallel: ResolvedParallel, degrees: Mapping[str, int]) -> ResolvedP
     if degrees["cp"] == 1:
         changes["cp_comm"] = "auto"
     if tp == 1 and parallel.sequence_parallel:
-        changes["sequence_parallel"] = False
+        changes |= {"sequence_parallel": False, "async_tp": False}
     return replace(
         parallel,
         **changes,
@@ -225,7 +225,7 @@ def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[s
             full.watch,
             check_replicas_interval=min(full.watch.check_replicas_interval, _STEPS),
             replay_interval=min(full.watch.replay_interval, _STEPS),
-            **fixed(_TABLES["watch"]),
+            **{name: full.watch.infos[name].default for name in _TABLES["watch"]["defaults"]},
         ),
         spikes=full.spikes,
         average=full.average,
