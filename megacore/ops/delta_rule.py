@@ -56,7 +56,7 @@ def gated_delta_rule(
             state, [b, n, k, v + k]: N and M side by side; as for `passed_on`. None: it is zero.
         corrects: whether a position erases what the state holds for its key, as the delta rule; else Mamba-2's.
     """
-    if isinstance(before, Tensor) and value.shape[2] == 1:
+    if isinstance(before, Tensor) and value.shape[2] == 1 and starts is None:
         return _of_one_position(query, key, value, decay=decay, rate=rate, state=before, corrects=corrects)
     if corrects:
         query, key = (x.repeat_interleave(value.shape[1] // key.shape[1], 1) for x in (query, key))

@@ -107,6 +107,12 @@ class Heartbeat(Protocol):
     def leave(self) -> None:
         """The phase ends, and the one around it continues."""
 
+    def phases(self) -> Sequence[int]:
+        """The codes of the phases that have begun and not ended, the inmost last."""
+
+    def resume(self, phases: Sequence[int]) -> None:
+        """Another computation of this process continues, which was in these phases."""
+
     def enter_section(self, phase: Phase) -> int:
         """A phase that contains others begins; returns what `leave_section` is to be given."""
 

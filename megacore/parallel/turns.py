@@ -8,16 +8,20 @@ they compute alone, and all ranks post their collectives in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Semaphore, Thread
+from typing import Any
 
 import torch
+from torch import nn
 
+from megacore.parallel.heartbeat import Current
 from megacore.parallel.random import RandomStreams
 
 
 class Turns:
-    """Whose turn it is on this rank. `streams`: of which each computation keeps its own microbatch."""
+    """Whose turn it is on this rank. `streams`: of which each computation has its own microbatch and decisions, as it
+    is in its own phases."""
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
@@ -25,7 +29,13 @@ class Turns:
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run `work` from the first `pause` of this thread on; `finish` must follow."""
-        self._beside = _Beside(work, self._streams.device)
+        state = self._streams.microbatch, None, _phases()
+
+        def begun() -> None:
+            self._continue(*state)
+            work()
+
+        self._beside = _Beside(begun, self._streams.device)
 
     @property
     def has_begun(self) -> bool:
@@ -35,17 +45,29 @@ class Turns:
     def pause(self) -> None:
         """Let the other computation run until it pauses or ends, if there is one. For what has just started to
         communicate, and will wait for it."""
-        if (beside := self._beside) is None:
-            return
-        kept = self._streams.microbatch, self._streams.decided
-        beside.switch()
-        self._streams.microbatch, self._streams.decided = kept
+        if (beside := self._beside) is not None:
+            self._without(beside.switch)
 
     def finish(self) -> None:
         """Run the rest of the work. Raises what it raises, here or in a pause before."""
         assert self._beside is not None
         beside, self._beside = self._beside, None  # nobody is left to pause for
-        beside.finish()
+        self._without(beside.finish)
+
+    def _without(self, act: Callable[[], None]) -> None:
+        """Let the other computation act, and restore what this one has."""
+        state = self._streams.microbatch, self._streams.decided, _phases()
+        act()
+        self._continue(*state)
+
+    def _continue(self, microbatch: int, decided: dict[nn.Module, Any] | None, phases: Sequence[int]) -> None:
+        self._streams.microbatch, self._streams.decided = microbatch, decided
+        if phases and Current.heartbeat is not None:
+            Current.heartbeat.resume(phases)
+
+
+def _phases() -> Sequence[int]:
+    return () if Current.heartbeat is None else Current.heartbeat.phases()
 
 
 class _Beside:

@@ -156,6 +156,13 @@ class Ledger:
         self._words[1] = self._code
         self._reals[2] = now
 
+    def phases(self) -> Sequence[int]:
+        return [*self._stack, self._code]
+
+    def resume(self, phases: Sequence[int]) -> None:
+        self.enter(phases[-1])  # which counts the time of the other one
+        self._stack = [*phases[:-1]]
+
     def enter_section(self, phase: Phase) -> int:
         """A phase that contains others begins; returns the one before, for `leave_section`."""
         before = self._words[Word.SECTION]

@@ -14,16 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megacore.files import take_lock
 from megacore.job_directory import make
 from megacore.observe.sinks import END_SECONDS
 from megacore.parallel.heartbeat import Channel, Current, Phase, code_of, phase, post, section
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.turns import Turns
 from megacore.watch import nodes, start
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
@@ -75,6 +79,23 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert read(ledger).section is Phase.STEP
     assert phase_in_words(read(ledger)) == "between steps"
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
+
+
+def test_computations_that_take_turns_are_each_in_their_own_phase(ledger: Ledger) -> None:
+    turns, found = Turns(RandomStreams(0, torch.device("cpu"))), []
+
+    def compute(kind: Phase) -> None:
+        with phase(kind):
+            for _ in range(2):
+                turns.pause()
+                found.append((kind, read(ledger).phase))
+
+    with section(Phase.STEP):
+        turns.begin(partial(compute, Phase.BACKWARD))
+        compute(Phase.FORWARD)
+        turns.finish()
+        assert read(ledger).phase is Phase.STEP
+    assert found[0] == (Phase.FORWARD,) * 2 and found[1] == (Phase.BACKWARD,) * 2 and all(a is b for a, b in found)
 
 
 def test_a_ledger_without_room_is_refused_and_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
