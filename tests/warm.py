@@ -13,7 +13,6 @@ import ctypes
 import multiprocessing
 import os
 import pickle
-import runpy
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from typing import NoReturn
 import torch
 
 from tests.distributed import start_server
+from tests.golden.reader import status_of
 
 _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 _LARGEST_REQUEST = 1 << 20
@@ -75,21 +75,7 @@ class Program:
         torch.set_num_threads(torch.get_num_threads())
         sys.argv = [self.script, *self.words]
         sys.path[0] = str(Path(self.script).resolve().parent)
-        _leave(_status_of(self.script))
-
-
-def _status_of(script: str) -> int:
-    """Run a script as `__main__`; its exit status, as the interpreter finds it."""
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        _leave(status_of(self.script))
 
 
 def _leave(status: int) -> NoReturn:

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 import types
@@ -48,28 +49,25 @@ def serve(tree: Path) -> None:
             os.close(opened)
         faulthandler.dump_traceback_later(request["seconds"], exit=True, file=errors)
         with warnings.catch_warnings():  # and what warns once, warns again
-            status = _status(request["script"])
+            status = status_of(request["script"])
         faulthandler.cancel_dump_traceback_later()
         printed = {kind: Path(request["folder"], kind).read_text() for kind in ("out", "err")}
         answers.write(json.dumps({"statuses": [status], **printed}) + "\n")
         answers.flush()
 
 
-def _status(script: str) -> int:
-    """The exit status of a program, which ends with it."""
-    status = 0
+def status_of(script: str) -> int:
+    """Run a script as `__main__`; its exit status, as the interpreter finds it."""
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
         traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 def _save_instead_of_training() -> None:

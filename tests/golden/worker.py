@@ -2,7 +2,7 @@
 
     python worker.py TREE        a request and an answer per line, as JSON, on stdin and stdout
 
-It is a script, and imports nothing of the tests: the tree may be of a time that has not this folder.
+It is a script, and imports nothing of the tests but reader.py: the tree may be of a time that has not this folder.
 
 Request: `script` (a path), `words`, `ranks` (0: one process without a launcher's variables), `environment`,
 `folder` (the working directory) and `seconds`. Answer: the exit `statuses`, what the ranks printed (`out`, `err`).
@@ -15,13 +15,13 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
+
+from reader import status_of  # type: ignore[import-not-found]
 
 LOADED = ("gpt_task", "bert_task", "launch", "trainer", "engine")
 # Ranks meet at a store which the worker serves, as torchrun does.
@@ -92,17 +92,9 @@ def _become(script: Path, request: dict[str, Any], environment: dict[str, str], 
     for target, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{kind}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), target)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv, status = [str(script), *request["words"]], 0
+    sys.argv = [str(script), *request["words"]]
     sys.path[0] = str(script.parent)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+    status = status_of(str(script))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
