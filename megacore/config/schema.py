@@ -35,7 +35,13 @@ from megacore.config.optimizers import (
     OptimizerSettings,
     SGDConfig,
 )
-from megacore.config.parallel import V_SCHEDULES, ParallelConfig, ResolvedParallel
+from megacore.config.parallel import (
+    AUTO_SCHEDULE,
+    STAGED_SCHEDULES,
+    V_SCHEDULES,
+    ParallelConfig,
+    ResolvedParallel,
+)
 from megacore.config.parameter_groups import ParameterGroups
 from megacore.config.precision import PrecisionConfig, ResolvedPrecision
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
@@ -324,6 +330,28 @@ class ResolvedConfig(Config):
         position's document, `positions` within it, and `padding`, 1 for positions that experts must leave out."""
         pads = self.model.experts is not None and self.data.packing != "concat"
         return (*self.data.beside_tokens, *(("padding",) if pads else ()))
+
+    def with_degrees(self, values: Mapping[str, Any]) -> Self:
+        """The run with other degrees, without what has no meaning for them. `values`: of `ResolvedParallel`, by
+        field."""
+        before, after = self.parallel, dataclasses.replace(self.parallel, **values)
+        changes: dict[str, Any] = dict(values)
+        changes["etp"] = None if before.etp in (None, before.tp) else min(before.etp, after.tp)
+        if after.pp == 1:
+            changes["virtual_stages"] = 1
+            changes |= {"schedule": AUTO_SCHEDULE} if after.schedule in STAGED_SCHEDULES else {}
+        if after.pp * changes.get("virtual_stages", before.virtual_stages) != before.pp * before.virtual_stages:
+            changes |= {"pipeline_layout": None, "schedule_csv": None}
+        if after.cp == 1:
+            changes["cp_comm"] = "auto"
+        if after.tp == 1:
+            changes["distribute_saved_activations"] = False
+            changes |= {"sequence_parallel": False} if after.sequence_parallel else {}
+        if after.tp == 1 or after.sequence_parallel is False:
+            changes["async_tp"] = False
+        if after.zero_shard_size is not None and ranks_of_role("replicas", after) % after.zero_shard_size:
+            changes["zero_shard_size"] = None
+        return self.with_values(changes)
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute. `bf16`: whether matrix products in bf16 are fast

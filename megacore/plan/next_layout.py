@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ TUNED = (
     *("micro_batch_size", "recompute", "recompute_num_layers"),
 )
 """Fields of the settings that are chosen."""
+# Without which more layouts are valid, each with its value there (ResolvedConfig.with_degrees).
+_DROPPED = {"async_tp": False, "zero_shard_size": None, "cp_comm": "auto", "distribute_saved_activations": False}
 _STAYS = ("zero_stage", "offload_optimizer", "micro_batch_size", "recompute", "recompute_num_layers")
 # Standard deviations of logarithms: of the constants (row_fit.CONSTANTS), as of a machine that nobody has measured; of
 # measured steps; and of what settings take longer that is theirs alone.
@@ -140,15 +144,20 @@ def layouts_of_fewer(
         device = replace(base.device, memory_bytes=memory, node_ranks=max(available_cores(), ranks))
         base = replace(base, device=device)
     fixed, least, count = _fixed(config, fixed), math.inf, ranks
+    plain, kept = config.with_values(_DROPPED), {name: config.value(name) for name in _DROPPED}
+    # Without a pipeline a rank has one stage, however many are given.
+    shapes = ({}, {"virtual_stages": 1, "pp": 1}) if fixed.get("virtual_stages", 1) > 1 else ({},)
     most = 0  # ranks of a layout that was found; half of them are not faster
     while count > most // 2:
         for more in ({name: config.value(name) for name in _STAYS}, {}):
-            found = search(config, base, Constraints(world_size=count, fixed={**more, **fixed})).layouts
-            if best := next((one for one in found if not violations(one.config, count)), None):
+            searched = (Constraints(world_size=count, fixed={**more, **fixed, **shape}) for shape in shapes)
+            found = sorted(chain(*(search(plain, base, one).layouts for one in searched)), key=attrgetter("seconds"))
+            tried = ((one.seconds, one.config.with_values(kept).with_degrees({})) for one in found)
+            if best := next((one for one in tried if not violations(one[1], count)), None):
                 most = most or count
-                if best.seconds < least:
-                    least = best.seconds
-                    yield {name: best.config.value(name) for name in TUNED}
+                if best[0] < least:
+                    least = best[0]
+                    yield {name: best[1].value(name) for name in (*TUNED, *_DROPPED, "schedule_csv")}
                 break
         count -= 1
 

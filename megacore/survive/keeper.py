@@ -305,7 +305,9 @@ class Keeper:
             values = chosen
             cause += " with settings that --retune tried, and does not try again" if has_failed else ""
         else:
-            tuning = None
+            tuning, asked = None, {}
+        if over["asked"] and (lost := [rank for rank in before.present if rank not in here]):
+            cause = f"the keeper of {ranks_in_words(lost)} is lost as {cause}"
         why = ""
         if len(blamed) >= _MOST_TRIES or not fit:
             why = f"it has failed {len(blamed)} times after step {step}"

@@ -13,10 +13,9 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megacore.checkpoint.check import settings_to_continue
 from megacore.commands.dry_run import is_dry_run
@@ -31,7 +30,7 @@ from megacore.config.flags import all_fields
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.nodes import launcher_number
-from megacore.config.parallel import AUTO_SCHEDULE, STAGED_SCHEDULES, ResolvedParallel
+from megacore.config.parallel import ResolvedParallel
 from megacore.config.rampup import RampupConfig
 from megacore.config.spelling import flag, flag_and_value
 from megacore.config.toml import save_toml
@@ -126,11 +125,16 @@ def cut(words: Sequence[str], entry: str, most: int, allow: str = f"{REHEARSAL}=
 def _valid_cut(full: ResolvedConfig, most: int, lacking: tuple[str, ...]) -> Rehearsal | str:
     """The first cut to at most so many processes that is valid, or what is wrong with the first one."""
     problems: list[str] = []
-    for parallel in _layouts(full.parallel, most):
-        small = _small(full, parallel, lacking)
+    parallel = full.parallel
+    small_ones = {
+        "virtual_stages": min(parallel.virtual_stages, 2),
+        "zero_shard_size": None if parallel.zero_shard_size is None else 2,
+    }
+    for degrees in _layouts(parallel, most):
+        small = _small(full.with_degrees({**degrees, **small_ones}), lacking)
         without_ramp = replace(small, rampup=RampupConfig())
         for candidate, lost in ((small, ()), (without_ramp, ("--rampup-batch-size",))):
-            if not (found := violations(candidate, parallel.ranks)):
+            if not (found := violations(candidate, candidate.parallel.ranks)):
                 left_out = (*_left_out(full, candidate), *lost)
                 return Rehearsal(full=full, cut=candidate, lacking=lacking, left_out=left_out)
             problems = problems or found
@@ -145,8 +149,8 @@ def _vocabulary(config: Config) -> int:
         return _GPT2_VOCABULARY
 
 
-def _layouts(parallel: ResolvedParallel, most: int) -> Iterator[ResolvedParallel]:
-    """Layouts of at most so many ranks, those with the most kinds of parallelism first, and of these the smallest."""
+def _layouts(parallel: ResolvedParallel, most: int) -> Iterator[dict[str, int]]:
+    """Degrees of at most so many ranks, those with the most kinds of parallelism first, and of these the smallest."""
     degrees = {name: getattr(parallel, name) for name in _DEGREES}
     first = ("dp", *_DEGREES) if parallel.zero_stage else _DEGREES
     options = [sorted({1, min(degree, 2), min(degree, 4)}) for degree in degrees.values()]
@@ -158,34 +162,12 @@ def _layouts(parallel: ResolvedParallel, most: int) -> Iterator[ResolvedParallel
         if ranks <= most:
             found.append((sum(lost), lost, ranks, max(chosen), chosen, cut))
     for *_, cut in sorted(found, key=lambda one: one[:-1]):
-        yield _layout(parallel, cut)
+        yield cut
 
 
-def _layout(parallel: ResolvedParallel, degrees: Mapping[str, int]) -> ResolvedParallel:
-    """The section with other degrees, without what has no meaning for them."""
-    pp, tp = degrees["pp"], degrees["tp"]
-    virtual = min(parallel.virtual_stages, 2) if pp > 1 else 1
-    same_stages = pp * virtual == parallel.pp * parallel.virtual_stages
-    changes: dict[str, Any] = dict(degrees)
-    changes |= {} if same_stages else {"pipeline_layout": None, "schedule_csv": None}
-    if pp == 1 and parallel.schedule in STAGED_SCHEDULES:
-        changes["schedule"] = AUTO_SCHEDULE
-    if degrees["cp"] == 1:
-        changes["cp_comm"] = "auto"
-    if tp == 1 and parallel.sequence_parallel:
-        changes |= {"sequence_parallel": False, "async_tp": False}
-    return replace(
-        parallel,
-        **changes,
-        etp=None if parallel.etp in (None, parallel.tp) else min(parallel.etp, tp),
-        virtual_stages=virtual,
-        zero_shard_size=None if parallel.zero_shard_size is None else 2,
-    )
-
-
-def _small(full: ResolvedConfig, parallel: ResolvedParallel, lacking: Sequence[str]) -> ResolvedConfig:
-    """The run on a layout, with small sizes and few steps. What is no size, degree or duration stays as it is."""
-    small = narrow(replace(full, parallel=parallel)).config
+def _small(full: ResolvedConfig, lacking: Sequence[str]) -> ResolvedConfig:
+    """The run with small sizes and few steps. What is no size, degree or duration stays as it is."""
+    parallel, small = full.parallel, narrow(full).config
     training, optimizer, checkpoint, logging = full.training, full.optimizer, full.checkpoint, full.logging
     unit = small.training.micro_batch_size * ranks_of_role("batch", parallel)
     if parallel.schedule == "interleaved":

@@ -23,9 +23,17 @@ from megacore.survive import peers, writer
 from megacore.survive.copies import Inventory, NodeMemory, Slot, make_room, newest, publish_parts, save_parts
 from megacore.survive.peers import complete
 from megacore.survive.writer import StateInMemory, rectangles
+from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parallel.test_checkpoint import assert_equal, stored, whole_state
 from tests.parity.runs import Layout, make_config, make_trainer
+
+
+def begun(rank: int, layout: Layout, directory: str, /, node: str = "", **changes: Any) -> tuple[Trainer, NodeMemory]:
+    """A trainer, and the memory of its node."""
+    config = make_config(layout, directory, **{"micro_batch_size": 1, "global_batch_size": 4, **changes})
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": directory + node}
+    return make_trainer(config, build_mesh(config.parallel)), NodeMemory(where, directory, rank)
 
 
 def found_in(memory: NodeMemory) -> tuple[Slot | None, list[str]]:
@@ -46,17 +54,18 @@ def save(slot: Path, parts: Sequence[Sequence[int]], run: Path, number: int) -> 
     return run / f"step_{number:08d}"
 
 
+SLOW = [((1, 2, 2), {"zero_stage": 1}), ((4, 1, 1), {}), ((1, 1, 4), {"zero_stage": 2, "zero_shard_size": 2})]
+LAYOUTS = [((2, 1, 2), {"zero_stage": 3}), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+
+
 def write(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
     """Keep three steps, of which the memory has the last two, and compare the newest with the state of all ranks."""
-    config = make_config(layout, directory, micro_batch_size=1, global_batch_size=4, **changes)
-    mesh = build_mesh(config.parallel)
-    trainer = make_trainer(config, mesh)
-    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+    trainer, memory = begun(rank, layout, directory, **changes)
     state = StateInMemory(trainer, memory.path, 0, 1, [0] * world_size)
     for step in range(1, 4):
         trainer.train_step(next(trainer.batches))
         state.on_step_begin(trainer, step)
-    expected = whole_state(trainer, mesh)
+    expected = whole_state(trainer, trainer.mesh)
     if rank == 0:
         found, problems = found_in(memory)
         assert found is not None and (found.step, problems) == (3, [])
@@ -72,15 +81,7 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
     memory.leave()
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        ((2, 1, 2), {"zero_stage": 3}),
-        pytest.param((1, 2, 2), {"zero_stage": 1}, marks=pytest.mark.slow),
-        pytest.param((4, 1, 1), {}, marks=pytest.mark.slow),
-        pytest.param((1, 1, 4), {"zero_stage": 2, "zero_shard_size": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS)
 def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     run_distributed(write, layout[0] * layout[1] * layout[2], layout, str(tmp_path), changes)
 
@@ -88,10 +89,7 @@ def test_the_memory_holds_the_state_of_all_ranks(layout: Layout, changes: dict[s
 def crowd(rank: int, world_size: int, directory: str, *, may_go: bool) -> None:
     """Keep a step in a memory without room beside the one that the run has continued from, which may go, or at all:
     then the next step is saved."""
-    config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4)
-    mesh = build_mesh(config.parallel)
-    trainer = make_trainer(config, mesh)
-    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+    trainer, memory = begun(rank, (1, 1, world_size), directory)
 
     def without_room(path: Path, head: bytes, size: int) -> mmap.mmap:
         if rank == 1 and (not may_go or (memory.path / "g0" / "slot-0").exists()):
@@ -103,12 +101,12 @@ def crowd(rank: int, world_size: int, directory: str, *, may_go: bool) -> None:
     for generation in range(2):
         StateInMemory(trainer, memory.path, generation, 1, [0] * world_size).on_step_begin(trainer, 1)
         setattr(writer, "make_room", without_room)  # noqa: B010
-        barrier(mesh.world)
+        barrier(trainer.mesh.world)
     assert bool(asked) != may_go
     if rank == 0:
         found, _ = found_in(memory)
         assert (found.name if found else None) == ("g1/slot-0" if may_go else None)
-    barrier(mesh.world)
+    barrier(trainer.mesh.world)
     memory.leave()
 
 
@@ -119,15 +117,12 @@ def test_a_recovery_without_room_for_copies_goes_on(may_go: bool, tmp_path: Path
 
 def repeat(rank: int, world_size: int, directory: str) -> None:
     """Keep a state of two tensors so often that both slots are used again."""
-    changes = {"lora_rank": 4, "lora_targets": "qkv_proj", "num_layers": 1, "optimizer": "sgd", "sgd_momentum": 0.0}
-    config = make_config((1, 1, world_size), directory, global_batch_size=6, **changes)
-    mesh = build_mesh(config.parallel)
-    trainer = make_trainer(config, mesh)
-    memory = NodeMemory({"WORLD_SIZE": str(world_size), "MASTER_ADDR": directory}, directory, rank)
+    changes: dict[str, Any] = {"lora_rank": 4, "lora_targets": "qkv_proj", "num_layers": 1, "sgd_momentum": 0.0}
+    trainer, memory = begun(rank, (1, 1, world_size), directory, global_batch_size=6, optimizer="sgd", **changes)
     state = StateInMemory(trainer, memory.path, 0, 1, [0] * world_size)
     for step in range(1, 5):
         state.on_step_begin(trainer, step)
-    barrier(mesh.world)
+    barrier(trainer.mesh.world)
     memory.leave()
 
 
@@ -137,10 +132,8 @@ def test_a_rank_without_anything_to_write_keeps_step_with_the_others(tmp_path: P
 
 def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     """A node, which is a directory here, has its parts and those of the node before it; one without any gets all."""
-    config = make_config((1, 1, world_size), directory, micro_batch_size=1, global_batch_size=4, zero_stage=3)
-    mesh = build_mesh(config.parallel)
-    trainer = make_trainer(config, mesh)
-    memory = NodeMemory({"WORLD_SIZE": "2", "MASTER_ADDR": f"{directory}/{nodes[rank]}"}, directory, rank)
+    trainer, memory = begun(rank, (1, 1, world_size), directory, f"/{nodes[rank]}", zero_stage=3)
+    mesh = trainer.mesh
     state = StateInMemory(trainer, memory.path, 0, 1, nodes)
     trainer.train_step(next(trainer.batches))
     expected = whole_state(trainer, mesh)
@@ -164,7 +157,7 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     if nodes.index(last) == rank:
         shutil.rmtree(memory.path / slot.name)
     barrier(mesh.world)
-    complete(memory.path / slot.name, parts, nodes, mesh, config.parallel)
+    complete(memory.path / slot.name, parts, nodes, mesh, trainer.config.parallel)
     if rank == 0:
         for path in dict(found):
             assert_equal(stored(path / slot.name), expected)

@@ -17,21 +17,19 @@ from megacore.plan.row_fit import with_constants
 from megacore.plan.search import search
 from megacore.plan.search_space import Constraints
 from megacore.plan.step_time import step_seconds
-from megacore.survive.layouts import layout_for
+from megacore.survive.layouts import chosen_before, layout_for
 from tests.parity.runs import Layout, make_config
 
 # Logarithms of the factors by which the machine is not as the planner has it, in the order of row_fit.CONSTANTS.
 SLOW_LINKS, SLOW_MEMORY = (0.0, 0.0, -1.5, 0.0, 1.5, 0.0, 0.0), (0.5, -1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+MACHINES = [(SLOW_LINKS, {}), pytest.param(SLOW_MEMORY, {"reproducible": True}, marks=pytest.mark.slow)]
 
 
 def seconds(config: ResolvedConfig, cluster: Cluster = CLUSTERS["laptop"]) -> float:
     return step_seconds(config, outline(config), cluster)
 
 
-@pytest.mark.parametrize(
-    ("machine", "changes"),
-    [(SLOW_LINKS, {}), pytest.param(SLOW_MEMORY, {"reproducible": True}, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("machine", "changes"), MACHINES)
 def test_few_trials_find_what_a_search_of_the_machine_itself_finds(
     machine: tuple[float, ...], changes: Mapping[str, Any], tmp_path: Path
 ) -> None:
@@ -42,8 +40,8 @@ def test_few_trials_find_what_a_search_of_the_machine_itself_finds(
     measured = [Measured(config=config, seconds=seconds(config, cluster))]
     while len(measured) < 6 and (found := next_layout(measured, device_name="cpu")) is not None:
         measured.append(Measured(config=found.config, seconds=seconds(found.config, cluster)))
-    trained = (one.config.training for one in measured)
-    assert {(one.global_batch_size, one.micro_batch_size if changes else 1) for one in trained} == {(4, 1)}
+    for trained in (one.config.training for one in measured):
+        assert (trained.global_batch_size, trained.micro_batch_size if changes else 1) == (4, 1)
     assert min(one.seconds for one in measured) <= best.seconds / 0.97
 
 
@@ -58,3 +56,25 @@ def test_fewer_ranks_get_the_fastest_layout(ranks: int, plain: Layout, tmp_path:
     valid = [one for one in others if one.parallel.ranks <= ranks and not violations(one, one.parallel.ranks)]
     assert found.parallel.ranks <= ranks and (found.training.global_batch_size, found.parallel.zero_stage) == (4, 1)
     assert seconds(found) <= min(map(seconds, valid)) / 0.97
+
+
+def test_all_ranks_that_are_left_train(tmp_path: Path) -> None:
+    """Without what so few cannot hold."""
+    given: Mapping[str, Any] = {"schedule": "interleaved", "virtual_stages": 2, "sequence_parallel": True}
+    given = {**given, "async_tp": True, "zero_stage": 1, "zero_shard_size": 2}
+    config = make_config((2, 2, 2), tmp_path, micro_batch_size=1, global_batch_size=24, num_layers=8, **given)
+    for ranks in (6, 3, 1):
+        planned = next(layouts_of_fewer(config, ranks, device_name="cpu", fixed=given))
+        for values in (planned, layout_for(config, ranks) or {}):
+            assert not violations(config.with_values(values), ranks)
+
+
+DAMAGED = ("null", "[1]", '{"tp": null}', '{"tp": [2]}', '{"sequence_parallel": 3}')
+
+
+def test_what_retune_has_chosen_is_read_from_a_damaged_file(tmp_path: Path) -> None:
+    config = make_config((2, 1, 2), tmp_path, micro_batch_size=1, global_batch_size=4)
+    for values in (*DAMAGED, '{"tp": 1, "dp": 4, "train_iters": 3}'):
+        rows = b'{"event": "retune", "values": %b}\n{"event": "retune", "val{}\n\0\n\xff\n' % values.encode()
+        Path(config.training.output_dir, "events.jsonl").write_bytes(rows + b"[" * 9999)
+        assert chosen_before(config, {}) == (None if values in DAMAGED else {"tp": 1, "dp": 4})
