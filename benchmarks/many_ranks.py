@@ -32,7 +32,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.commands.pretrain_gpt import read_config
-from megacore.commands.tool import PassingParser, float_or_nan, positive, run_tool
+from megacore.commands.tool import PassingParser, float_or_nan, positive, require_none, run_tool
 from megacore.config.fields import field_infos
 from megacore.config.flags import read_flags, without_fields
 from megacore.config.parallel import ParallelConfig
@@ -219,6 +219,7 @@ class _Parser(PassingParser):
             SystemExit: pretrain_gpt.py refuses a layout, and has said why.
         """
         options = super().parse_args(args, namespace)
+        require_none(options.problems)
         columns = [getattr(options, name) for name in ("tp", "pp", "dp")]
         if not len(columns[0]) == len(columns[1]) == len(columns[2]) > 0:
             raise UserError("every layout needs --tp, --pp and --dp: give each once per layout")

@@ -32,7 +32,7 @@ from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.curves import Curve, curves
-from megacore.errors import ConfigError
+from megacore.errors import Collected, ConfigError
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 
 _MOST_POINTS, _ROWS = 800, 21
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _draw(args: argparse.Namespace) -> None:
     if args.output is not None:
-        require_writable(args.output)
-    config, settings, iterations, sizes = _configuration(args.flags)
+        with Collected(args.problems):
+            require_writable(args.output)
+    config, settings, iterations, sizes = _configuration(args.flags, args.problems)
     if args.output is None:
         steps = sorted({1 + round(i * (iterations - 1) / (_ROWS - 1)) for i in range(_ROWS)})
     else:
@@ -75,12 +76,13 @@ def _draw(args: argparse.Namespace) -> None:
 
 
 def _configuration(
-    flags: Sequence[str], optimizer: str | None = None
+    flags: Sequence[str], wrong: Sequence[str] = (), optimizer: str | None = None
 ) -> tuple[OptimizerConfig, OptimizerSettings, int, BatchSizes]:
     """The section of the optimizer, the settings that have its momentum, the number of steps, and their batch sizes.
 
     Args:
         flags: the words of the command line.
+        wrong: problems that are reported with the others.
         optimizer: the one that another source chooses, where that is known.
 
     Raises:
@@ -92,8 +94,8 @@ def _configuration(
     _translate(given, file.values)
     values = {**file.values, **given.values}
     if given.by_optimizer:
-        return _configuration(flags, values.get("optimizer", OptimizerConfig().optimizer))
-    problems = [*given.problems, *file.problems]
+        return _configuration(flags, wrong, values.get("optimizer", OptimizerConfig().optimizer))
+    problems = [*wrong, *given.problems, *file.problems]
     if "train_iters" not in values:
         raise ConfigError(problems or ["--train-iters is missing: use --train-iters 1000"])
     whole = _built(values)

@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
 from megacore.checkpoint.manifest import find_checkpoint
-from megacore.commands.tool import ToolParser, add_program, run_tool
-from megacore.errors import UserError
+from megacore.commands.tool import ToolParser, add_program, require_none, run_tool
+from megacore.errors import Collected, UserError
 from megacore.remote import usable
 
 
@@ -30,8 +30,14 @@ def _generate(args: Namespace) -> None:
     # Torch takes seconds to import: not before the command line and the path are right.
     from megacore.inference.generate import Sampling, generate
     from megacore.inference.trained import causal_model
+    from megacore.parallel.mesh import select_device
 
-    model = causal_model(directory, args.tokenizer, args.program)
+    problems: list[str] = []
+    with Collected(problems):
+        select_device(args.device)
+    with Collected(problems):
+        model = causal_model(directory, args.tokenizer, args.program)
+    require_none(problems)
     tokenizer = model.tokenizer
     prompt = tokenizer.encode(_text(args.prompt))
     if not prompt:

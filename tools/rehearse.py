@@ -78,8 +78,9 @@ def _fail(command: Sequence[str], failures: int) -> int:
     """Run a command with failures; returns its exit status."""
     if not has_ring("survive"):
         raise UserError("--failures needs megacore/survive, which is not installed: leave it out")
-    if not command:
-        raise UserError("no command is given: name one, as in rehearse.py --failures 5 torchrun ... --survive")
+    if not command or shutil.which(command[0]) is None:
+        wrong = f"{command[0]} is no program that can be started" if command else "no command is given"
+        raise UserError(f"{wrong}: name one, as in rehearse.py --failures 5 torchrun ... --survive")
     status: int = importlib.import_module("megacore.survive.rehearse").rehearse_failures(command, failures)
     return status
 

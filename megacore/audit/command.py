@@ -24,8 +24,9 @@ from megacore.audit.commits import commits_since, first_change
 from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import replay
 from megacore.checkpoint.directory import MANIFEST_NAME, published
-from megacore.commands.tool import PassingParser, positive, run_tool
-from megacore.config.messages import counted
+from megacore.commands.tool import PassingParser, positive, require_none, run_tool
+from megacore.config.flags import flags_by_name, read_flags
+from megacore.config.messages import counted, nearest_name
 from megacore.errors import EXIT_REFUSED, UserError
 from megacore.remote import Location, usable
 
@@ -41,12 +42,19 @@ class _Parser(PassingParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = super().parse_args(args, namespace)
-        if known.flags and known.replay is None and known.bisect is None:
-            self.error(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
+        problems, wrong = known.problems, read_flags(known.flags).problems
+        for said in wrong:
+            flag, is_unknown, _ = said.partition(" is not a flag")
+            near = nearest_name(flag, [*self.names(), *flags_by_name()]) if is_unknown else None
+            known_as = f"{flag} is not a flag: did you mean {near}?" if near else said
+            problems.append(known_as.removesuffix(" (--help all lists flags)"))
+        if known.flags and not problems and known.replay is None and known.bisect is None:
+            problems.append(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
         if known.against is not None and known.bisect is None:
-            self.error(f"--against {known.against} goes with --bisect, as in --bisect --against {known.against}")
+            problems.append(f"--against {known.against} goes with --bisect, as in --bisect --against {known.against}")
         if known.replay is not None and known.bisect:
-            self.error(f"--bisect {known.bisect} finds the step itself: leave out --replay")
+            problems.append(f"--bisect {known.bisect} finds the step itself: leave out --replay")
+        require_none(problems)
         return known
 
 

@@ -17,7 +17,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -163,6 +163,8 @@ class ToolParser(argparse.ArgumentParser):
         while left:
             word = left.pop(0)
             flag, equals, text = word.partition("=")
+            if (short := self._option_string_actions.get(word[:2])) and short.nargs != 0 and flag != word[:2]:  # -oFILE
+                flag, equals, text = word[:2], "-", word[2:]
             flag = self._spelled(flag)
             action = run if flag == self.run_flag else self._option_string_actions.get(flag)
             if word == "--" and not ended:  # no flag follows
@@ -265,7 +267,7 @@ class ToolParser(argparse.ArgumentParser):
             if action.option_strings:
                 flag = action.option_strings[0]
                 yield f"{flag} is missing: add {flag} {action.metavar or one_of(list(action.choices or ()))}"
-            elif not found.rest:  # which may have taken it
+            elif all(self._is_flag(word) for word in found.rest):  # no other word may have been meant
                 yield f"{action.metavar} is missing: {action.help}"
         for group in self._mutually_exclusive_groups:
             names = {one.dest: (one.option_strings or [str(one.metavar)])[0] for one in group._group_actions}
@@ -286,13 +288,14 @@ def require_none(problems: Sequence[str]) -> None:
 
 
 class PassingParser(ToolParser):
-    """A parser of a tool that takes a run's flags: what it does not know is in `flags`."""
+    """A parser of a tool that takes a run's flags: what it does not know is in `flags`, and what is wrong with its own
+    in `problems`, for the tool to refuse with what is wrong with those."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it. Raises UserError with everything that is wrong with the tool's own flags."""
+        """As argparse has it."""
         found = self.scan(sys.argv[1:] if args is None else args)
-        require_none([*found.problems, *self._missing(found)])
         found.values.flags = found.rest
+        found.values.problems = [*found.problems, *self._missing(replace(found, rest=[]))]
         return found.values
 
 

@@ -194,6 +194,12 @@ def _note_repeated(first: _Word | None, last: _Word, given: Given) -> None:
 def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
     try:
         theirs = other_trainers().value_of(info.name, word.flag, word.values)
+        if theirs is None and len(word.values) > 1 and info.kind not in (bool, tuple):
+            first, *more = word.values
+            after = f"it follows {word.flag} {first}"
+            given.problems.append(f"'{' '.join(more)}' belongs to no flag ({after}): leave it out, or name its flag")
+            given.unread.add(info.name)
+            word = _Word(word.flag, [first])
         given.values[info.name] = _value(word, info) if theirs is None else theirs.value
         if theirs is not None:
             ours = flag_and_value(info.name, theirs.value)
@@ -216,11 +222,6 @@ def _value(word: _Word, info: FieldInfo) -> Any:
         raise ValueError(f"{word.flag} needs a value: use {_with_example(word.flag, info)}")
     if info.kind is tuple:
         return tuple(values)
-    if len(values) > 1:
-        extra = " ".join(values[1:])
-        raise ValueError(
-            f"'{extra}' belongs to no flag (it follows {word.flag} {values[0]}): leave it out, or name its flag"
-        )
     if info.optional and values[0] == "None":
         return None
     if not values[0] and not info.choices:

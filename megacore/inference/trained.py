@@ -22,7 +22,7 @@ from megacore.checkpoint.manifest import (
 )
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megacore.errors import CheckpointError, UserError
+from megacore.errors import CheckpointError, Collected, ConfigError, UserError
 from megacore.layers.context import BuildContext
 from megacore.layers.lora import is_adapter
 from megacore.models.gpt import gpt_layers
@@ -54,11 +54,16 @@ def causal_model(checkpoint: Location, tokenizer: str | None, program: str | Non
     Raises UserError where it holds a BERT, or is damaged, or the tokenizer or the program does not fit."""
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)
-    layers = trained_layers(program, manifest, directory)
+    problems: list[str] = []
+    with Collected(problems):
+        layers = trained_layers(program, manifest, directory)
     config = replace(trained_model(manifest, directory), mtp_num_layers=0)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not predict the next token: use tools/fill_mask.py")
-    kept = tokenizer_of(directory, tokenizer, config)
+    with Collected(problems):
+        kept = tokenizer_of(directory, tokenizer, config)
+    if problems:
+        raise ConfigError(problems) if len(problems) > 1 else UserError(problems[0])
     return CausalModel(directory=directory, config=config, tokenizer=kept, layers=layers)
 
 

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _climb(args: argparse.Namespace) -> None:
     widths, file = sorted(set(args.widths)), args.output_dir / "ladder.json"
-    given, problems = read_flags(args.flags, Config), []
+    given, problems = read_flags(args.flags, Config), args.problems
     if not 4 <= len(widths) <= 8 or math.gcd(*widths) < 8:
         shown = " ".join(map(str, args.widths))
         problems.append(f"--widths {shown} must be 4 to 8 sizes with a common factor of 8 or more: use 32 48 64 96 128")

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from megacore.commands.plan_parser import ENTRIES
-from megacore.commands.tool import EXIT_FAILED, PassingParser, ToolParser, run_tool
+from megacore.commands.tool import EXIT_FAILED, PassingParser, ToolParser, require_none, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
@@ -36,7 +36,7 @@ from megacore.config.toml import read_toml
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
 from megacore.data.gpt.build import check_inputs, vocabulary_size
-from megacore.errors import EXIT_REFUSED, UserError
+from megacore.errors import EXIT_REFUSED, Collected, UserError
 from megacore.models.gpt import gpt_layers
 from megacore.models.outline import outline
 from megacore.models.program import layers_of
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(args: argparse.Namespace) -> int:
         if not args.list_defects:
             return _verify(request_of(parser, args))
+        require_none(args.problems)
         for defect in DEFECTS:
             print(f"{defect.name:<28}{defect.what}" + (f" (needs {defect.needs})" if defect.needs else ""))
         return 0
@@ -117,27 +118,30 @@ def make_parser() -> ToolParser:
 def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """What a command line asks for. `parser`: of `make_parser`, for its refusals. Raises SystemExit where the trainer
     refuses its flags; the message is printed."""
+    problems: list[str] = args.problems
     program, *words = args.flags or [""]
     name = Path(program).name
     layers: DescribesLayers = gpt_layers
     if name not in ENTRIES and name.endswith(".py") and Path(program).is_file():
-        layers = layers_of(program)
+        with Collected(problems):
+            layers = layers_of(program)
     elif name not in ENTRIES:
         near = nearest_name(name, ENTRIES)
         hint = f"; did you mean {near}?" if near else ""
         given = f"not {program!r}" if program else "and nothing was given"
         ways = "pretrain_gpt.py, pretrain_bert.py or a file of your own"
-        parser.error(f"the first word must be {ways}, {given}{hint}")
+        problems.append(f"the first word must be {ways}, {given}{hint}")
+        words = args.flags if program.startswith("-") else words
     if args.self_test and args.defect is not None:
-        parser.error("--self-test plants every defect and --defect one of them: keep one of the two")
+        problems.append("--self-test plants every defect and --defect one of them: keep one of the two")
     if args.defect is not None and args.defect not in BY_NAME:
         near = nearest_name(args.defect, BY_NAME)
         hint = f": did you mean {near}?" if near else ""
-        parser.error(f"--defect {args.defect} is unknown{hint} (--list-defects)")
+        problems.append(f"--defect {args.defect} is unknown{hint} (--list-defects)")
     path = None if args.json is None else Path(args.json)
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        parser.error(f"--json {path} must be a file in a directory that exists and can be written to")
-    narrowed = narrow(_config(name, words))
+        problems.append(f"--json {path} must be a file in a directory that exists and can be written to")
+    narrowed = narrow(_config(name, words, problems))
     config, ranks = narrowed.config, narrowed.config.parallel.ranks
     if "WORLD_SIZE" not in os.environ and ranks > _MOST_RANKS:
         parser.error(
@@ -161,8 +165,9 @@ def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     )
 
 
-def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
-    """The resolved configuration, or the trainer's refusal; what only a real run needs gets a value."""
+def _config(name: str, words: Sequence[str], problems: Sequence[str]) -> ResolvedConfig:
+    """The resolved configuration, or the trainer's refusal with the tool's `problems`; what only a real run needs gets
+    a value."""
     is_bert = name == "pretrain_bert.py"
     kind: type[Any] = BertConfig if is_bert else Config
     given = read_flags(words, kind).values
@@ -188,6 +193,8 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
             shape=None if is_bert else shape_from_hf,
             vocabulary=vocabulary_size,
             checks=_BERT_CHECKS if is_bert else _GPT_CHECKS,
+            problems=problems,
+            exits=not problems,
         )
     if is_open(config):  # as a launch on a CPU chooses
         choices = planner().schedules_by_time(config, outline(config), on_cpu=True)
