@@ -8,7 +8,7 @@ import shutil
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def _uses(args: Namespace) -> dict[str, bool]:
     return {
         "dtype": exports,
         "like": target in ("hf", "dcp", "peft") or source in ("deepspeed", "dcp", "peft"),
-        "base": args.merge or source == "peft",
+        "base": args.merge or "peft" in (source, target),
         "upcycle": not args.merge,
         "ema": exports,
         "program": source == "megacore" and target in _WITH_PROGRAM,
@@ -182,11 +182,14 @@ def _between(temporary: Path) -> Iterator[Path]:
 
 def _to_peft(args: Namespace, temporary: Path) -> None:
     tensors = CheckpointTensors(args.run)
-    found = tensors.manifest.settings.get("pretrained_checkpoint")
-    family = family_for(tensors.config, Path(str(found)), args.like)
-    write_peft(tensors, family, temporary, like=args.like)
-    print(f"{tensors.directory}: {len(tensors.shapes)} tensors of adapters, of a {family.model_type}")
-    print(f"read back, what they add is the same to {require_same_adapters(temporary, tensors, family):.1e}")
+    settings = tensors.manifest.settings
+    unread = nullcontext((str(settings.get("pretrained_checkpoint")), None))
+    with _base(args, tensors, temporary) if args.base or settings.get("lora_dora") else unread as (name, base):
+        family = family_for(tensors.config, Path(name) if base is None else base.directory, args.like)
+        write_peft(tensors, base, family, temporary, like=args.like)
+        print(f"{tensors.directory}: {len(tensors.shapes)} tensors of adapters, of a {family.model_type}")
+        worst = require_same_adapters(temporary, tensors, base, family)
+    print(f"read back, what they {'add' if base is None else 'make of the weights'} is the same to {worst:.1e}")
 
 
 def _from_peft(args: Namespace, temporary: Path) -> None:

@@ -99,7 +99,27 @@ def _layers(lora: LoraConfig, model: ResolvedModel) -> Iterator[tuple[str, list[
             yield f"blocks.{number}.{path}", parts
 
 
+def _adapted_rows(model: ResolvedModel, parts: list[int], rows: int) -> Tensor:
+    """Which rows of a layer have an adapter: all, or those of some projections. The others' magnitudes mean nothing."""
+    whole = torch.ones(rows, dtype=torch.bool)
+    return torch.isin(projection_of_rows(model, torch.arange(rows)), torch.tensor(parts)) if parts else whole
+
+
 # ---- merged ----------------------------------------------------------------------------------------------------------
+
+
+def _merged(
+    adapters: CheckpointTensors, base: CheckpointTensors | None, lora: LoraConfig, layer: str, parts: list[int]
+) -> Tensor:
+    """The weights of a layer with what its adapters make of them, [o, i] in fp64. `base`: None: of weights of zeros."""
+    pairs = _adapters(adapters.read, adapters.config, lora, layer, parts)
+    added = lora.lora_scale * sum(one.b.double() @ one.a.double() for one in pairs)
+    whole = torch.as_tensor(added if base is None else base.read(f"{layer}.weight").double() + added)
+    if lora.lora_dora:
+        ratio = adapters.read(f"{layer}.{MAGNITUDE}").double() / lengths_of(whole.square().sum(1))
+        adapted = _adapted_rows(adapters.config, parts, len(whole))
+        whole = torch.where(adapted, ratio, 1.0).unsqueeze(1) * whole
+    return whole
 
 
 def write_merged(adapters: CheckpointTensors, base: CheckpointTensors, target: Path, *, most_bytes: int) -> None:
@@ -122,21 +142,10 @@ def write_merged(adapters: CheckpointTensors, base: CheckpointTensors, target: P
         (target / name).write_bytes((base.directory / name).read_bytes())
 
     def merged(name: str) -> Tensor:
-        weight, layer = base.read(name), name.removesuffix(".weight")
+        layer = name.removesuffix(".weight")
         if layer not in layers:
-            return weight
-        added = sum(
-            one.b.double() @ one.a.double()
-            for one in _adapters(adapters.read, adapters.config, lora, layer, layers[layer])
-        )
-        whole = weight.double() + lora.lora_scale * added
-        if lora.lora_dora:
-            ratio = adapters.read(f"{layer}.{MAGNITUDE}").double() / lengths_of(whole.square().sum(1))
-            if parts := layers[layer]:  # rows of other projections stay as they are
-                of_row = projection_of_rows(adapters.config, torch.arange(len(whole)))
-                ratio = torch.where(torch.isin(of_row, torch.tensor(parts)), ratio, 1.0)
-            whole = ratio.unsqueeze(1) * whole
-        return whole.to(weight.dtype)
+            return base.read(name)
+        return _merged(adapters, base, lora, layer, layers[layer]).to(base.dtype(name))
 
     write_weights(
         target,
@@ -179,41 +188,35 @@ def family_for(model: ResolvedModel, directory: Path, like: Path | None) -> Fami
     return describe_model(model)[0]
 
 
-def write_peft(tensors: CheckpointTensors, family: Family, target: Path, *, like: Path | None) -> None:
+def write_peft(
+    tensors: CheckpointTensors, base: CheckpointTensors | None, family: Family, target: Path, *, like: Path | None
+) -> None:
     """Write a directory that PEFT loads.
 
     Args:
         tensors: the adapters.
+        base: what they were trained beside; DoRA needs it, as PEFT has a length for rows without an adapter too.
         family: of the base model.
         target: an empty directory.
         like: the directory of the base model, if it is known.
     """
     lora, steps = lora_of(tensors), _steps(family, tensors.config)
-    shapes = their_shapes(list(steps.values()))
+    layers, shapes = dict(_layers(lora, tensors.config)), their_shapes(list(steps.values()))
+    if base is not None:
+        _require_shapes(tensors, base, layers)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    made: dict[str, Tensor] = {}
-    for name, parts in _layers(lora, tensors.config):
+    for name, parts in layers.items():
         step = steps[name]
-        for source, theirs in enumerate(step.theirs) if lora.lora_dora else ():
-            lengths = tensors.read(f"{name}.{MAGNITUDE}").unsqueeze(1)
-            if not parts or len(step.theirs) == 1 or source in parts:
-                unknown = lengths.new_full((shapes[theirs][step.transposed], 1), math.nan)
-                of_theirs = made.setdefault(_magnitude(_module(step, source)), unknown)
-                _of_width(step, 1).take_apart(lengths, source, of_theirs)
         for adapter in _adapters(tensors.read, tensors.config, lora, name, parts):
             for source, theirs in enumerate(step.theirs):
                 if adapter.part in (None, source) or len(step.theirs) == 1:
                     b = torch.zeros(shapes[theirs][step.transposed], adapter.b.shape[1], dtype=adapter.b.dtype)
                     _of_width(step, adapter.b.shape[1]).take_apart(adapter.b, source, b)
                     found.setdefault(_module(step, source), []).append((adapter.a, b))
-    for name, rows in made.items():
-        if len(bare := rows.isnan().nonzero()):
-            raise CheckpointError(
-                f"{tensors.directory}: row {int(bare[0, 0])} of {name} has no adapter, and PEFT's DoRA has a length "
-                f"for each of its {len(rows)} rows: use --to megacore --merge, or train without --lora-rank targets, "
-                "which adapts all projections that share a layer"
-            )
-    made = {name: rows.squeeze(1) for name, rows in made.items()}
+    made = dict[str, Tensor]()
+    if base is not None and lora.lora_dora:
+        rows_of = {module: pairs[0][1][:, 0] for module, pairs in found.items()}
+        made = _lengths(tensors, base, layers, steps, rows_of)
     for module, pairs in found.items():
         a, b = (torch.cat(list(each), dim) for dim, each in enumerate(zip(*pairs, strict=True)))
         made |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
@@ -232,11 +235,34 @@ def write_peft(tensors: CheckpointTensors, family: Family, target: Path, *, like
         "target_modules": sorted({_end(module) for module in found}),
         "rank_pattern": {end: count * rank for end, count in several.items()},
         "alpha_pattern": {end: count * alpha for end, count in several.items()},
-        "fan_in_fan_out": any(steps[name].transposed for name, _ in _layers(lora, tensors.config)),
+        "fan_in_fan_out": any(steps[name].transposed for name in layers),
         "bias": "none",
         "inference_mode": True,
     }
     (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _lengths(
+    tensors: CheckpointTensors,
+    base: CheckpointTensors,
+    layers: Mapping[str, list[int]],
+    steps: Mapping[str, Step],
+    rows_of: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """DoRA's lengths of every row of the layers of theirs in `rows_of`, by key: the learned ones where a row has an
+    adapter, and the base's elsewhere. `rows_of`: of each, any tensor of as many rows, in the dtype of the result."""
+    made = {module: torch.full_like(rows, math.nan).unsqueeze(1) for module, rows in rows_of.items()}
+    for name, step in steps.items():
+        modules = {source: one for source in range(len(step.theirs)) if (one := _module(step, source)) in made}
+        if not modules:
+            continue
+        lengths = lengths_of(base.read(f"{name}.weight").double().square().sum(1))
+        if name in layers:
+            adapted = _adapted_rows(tensors.config, layers[name], len(lengths))
+            lengths = torch.where(adapted, tensors.read(f"{name}.{MAGNITUDE}").double(), lengths)
+        for source, module in modules.items():
+            _of_width(step, 1).take_apart(lengths.unsqueeze(1), source, made[module])
+    return {_magnitude(module): rows.squeeze(1) for module, rows in made.items()}
 
 
 def _steps(family: Family, model: ResolvedModel) -> dict[str, Step]:
@@ -265,8 +291,11 @@ def _end(module: str) -> str:
     return re.split(r"\.\d+\.", module, maxsplit=1)[1]
 
 
-def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family) -> float:
-    """Read a directory back, and compare what its adapters add to each matrix with what those of the checkpoint do.
+def require_same_adapters(
+    path: Path, tensors: CheckpointTensors, base: CheckpointTensors | None, family: Family
+) -> float:
+    """Read a directory back, and compare the matrices that its adapters make of the base's, by PEFT's formula, with
+    those that `write_merged` makes. Without a base, what adapters add is compared.
 
     Returns:
         The largest difference of two entries, relative to the largest entry of the matrix.
@@ -274,28 +303,41 @@ def require_same_adapters(path: Path, tensors: CheckpointTensors, family: Family
     Raises:
         CheckpointError: it is more than rounding.
     """
-    lora, steps, found = lora_of(tensors), _steps(family, tensors.config), list[Tensor]()
-    theirs = _open(path, steps)
-    for name, parts in _layers(lora, tensors.config):
-        step, ours = steps[name], _adapters(tensors.read, tensors.config, lora, name, parts)
+    lora, steps = lora_of(tensors), _steps(family, tensors.config)
+    layers, shapes, theirs = dict(_layers(lora, tensors.config)), their_shapes(list(steps.values())), _open(path, steps)
+    found, limits = list[Tensor](), list[Tensor]()
+    for name, step in steps.items():
+        if name not in layers and not any(_module(step, i) in theirs.adapters for i in range(len(step.theirs))):
+            continue
+        zeros = torch.zeros(step.shape, dtype=torch.float64)
+        weight = zeros if base is None else base.read(f"{name}.weight").double()
 
-        def read(source: int, step: Step = step) -> Tensor:
-            adapter = theirs.adapters.get(_module(step, source))
-            if adapter is None:
-                return torch.zeros(step.sizes[source], step.shape[1], dtype=torch.float64)
-            a, b, scale = adapter
-            return b.double() @ a.double() * scale
+        def read(source: int, step: Step = step, weight: Tensor = weight) -> Tensor:
+            module, columns = _module(step, source), step.shape[1]
+            whole = weight.new_zeros(shapes[step.theirs[source]][step.transposed], columns)
+            _of_width(step, columns).take_apart(weight, source, whole)
+            if (adapter := theirs.adapters.get(module)) is not None:
+                a, b, scale = adapter
+                whole += scale * (b.double() @ a.double())
+            if (lengths := theirs.lengths.get(module)) is not None:
+                whole *= (lengths.double() / whole.norm(dim=1).clamp(min=1e-19)).unsqueeze(1)
+            return whole
 
-        added = sum(one.b.double() @ one.a.double() * lora.lora_scale for one in ours)
-        difference = _of_width(step, step.shape[1]).assemble(read) - added
-        for source in range(len(step.theirs)) if lora.lora_dora else ():
-            if (lengths := theirs.lengths.get(_module(step, source))) is not None:
-                of_theirs = lengths.clone().unsqueeze(1)
-                _of_width(step, 1).take_apart(tensors.read(f"{name}.{MAGNITUDE}").unsqueeze(1), source, of_theirs)
-                found.append((of_theirs.squeeze(1) - lengths).abs().max().double())
-        found.append(difference.abs().max() / torch.as_tensor(added).abs().max().clamp(min=1e-30))
-    if not (worst := float(torch.stack(found).max())) <= 1e-12:  # torch's largest of NaN and others is NaN
-        raise CheckpointError(f"{path}: what its adapters add differs by {worst:.1e}; nothing was published")
+        adapted, expected, rounding = torch.zeros(len(weight), dtype=torch.bool), weight, 1e-12
+        if name in layers:
+            adapted = _adapted_rows(tensors.config, layers[name], len(weight))
+            expected = _merged(tensors, base, lora, name, layers[name])
+        if lora.lora_dora:  # elsewhere the length of a row is rounded, and PEFT divides by it
+            rounding = max(torch.finfo(lengths.dtype).eps for lengths in theirs.lengths.values())
+        difference = _of_width(step, step.shape[1]).assemble(read) - expected
+        found.append(difference.abs().amax(1) / expected.abs().max().clamp(min=1e-30))
+        limits.append(torch.where(adapted, 1e-12, rounding))
+    differences = torch.cat(found)
+    worst = float(differences.max())
+    if not bool((differences <= torch.cat(limits)).all()):  # nor is NaN
+        raise CheckpointError(
+            f"{path}: what its adapters make of the weights differs by {worst:.1e}; nothing was published"
+        )
     return worst
 
 
