@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     same_schedule: bool = False
     """Refuses to continue with another learning-rate schedule than the checkpoint's. Without it the flags decide, and
     the log says what changes."""
-    save_interval: Annotated[int | None, Range(1)] = None
+    save_interval: Annotated[int | None, Range(1), Flag(example=1000)] = None
     """Steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None
     """Newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep all."""

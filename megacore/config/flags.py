@@ -154,10 +154,9 @@ def _with_parameters(words: Sequence[_Word], flags: Mapping[str, FieldInfo], giv
                 found.append(_Word(parameter, [value] if equals else []))
             elif equals and not is_text:
                 near, is_read = nearest_name(name, PARAMETERS[owner.name]), False
-                given.problems.append(
-                    f"{word.flag} {text}: {owner.flag} has no parameter {name}"
-                    f"{did_you_mean(name, PARAMETERS[owner.name])}"
-                )
+                few = sorted(PARAMETERS[owner.name]) if len(PARAMETERS[owner.name]) <= 4 else []
+                way = did_you_mean(name, PARAMETERS[owner.name]) or (f": use {one_of(few)}" if few else "")
+                given.problems.append(f"{word.flag} {text}: {owner.flag} has no parameter {name}{way}")
                 given.unread.update(PARAMETERS[owner.name][near] if near else ())
             elif found and not found[-1].values and flags[found[-1].flag].kind is not bool:
                 parameter, is_read = found.pop().flag, False

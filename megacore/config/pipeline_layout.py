@@ -31,7 +31,10 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
         if not kinds[-1]:
             raise ValueError(f"stage {number} holds no layer")
     if len(kinds) != stages:
-        raise ValueError(f"it has {len(kinds)} stages, but --pp x --virtual-stages is {stages}: write {stages} stages")
+        like = "|".join(f"{blocks * (i + 1) // stages - blocks * i // stages}*t" for i in range(stages))
+        raise ValueError(
+            f"it has {len(kinds)} stages, but --pp x --virtual-stages is {stages}: use, for example, E,{like},H"
+        )
     order = [kind for stage in kinds for kind in stage]
     if order != ["E", *["t"] * (len(order) - 2), "H"]:
         raise ValueError("the layers are not in order: write one E, then every t, then one H")

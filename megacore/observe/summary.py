@@ -99,7 +99,7 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
         *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
         *(
-            [("bits", f"equal for every --tp and --cp whose product divides {blocks}: sums in {blocks} blocks")]
+            [("bits", f"equal if {blocks} is a multiple of --tp x --cp, and of 2 x --cp above --cp 1: sums in blocks")]
             if (blocks := canonical_blocks(config)) > 1
             else []
         ),
