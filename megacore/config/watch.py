@@ -26,8 +26,8 @@ class WatchConfig(Section):
     spare_ranks: Annotated[int, Range(0)] = 0
     """Started processes, the last ones, that train nothing until they take the place of a lost rank."""
     retune: Annotated[bool, Needs(survive=True)] = False
-    """Tries other layouts, micro-batches and recomputation while it trains, and keeps the fastest. What flags give
-    stays, but degrees (docs/guides/failures.md)."""
+    """Tries other layouts, micro-batches and recomputation while it trains, and keeps the fastest. Values of flags
+    stay, except degrees (docs/guides/failures.md)."""
     retune_after: Annotated[int, Range(1)] = 10
     """Steps measured with each, after one that is not."""
     retune_every: Annotated[int, Range(1)] = 100
