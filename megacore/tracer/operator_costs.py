@@ -69,6 +69,12 @@ def _grouped_weight_gradients(arguments: Arguments) -> Cost:
     return Cost(kind="product", flops=flops, work=flops)
 
 
+def _states_between_chunks(arguments: Arguments) -> Cost:
+    """M S of each chunk: M [h, c, k, k], or its diagonal [h, c, k, 1], and S [h, k, v]."""
+    flops = 2.0 * arguments["makes"].numel() * arguments["passes"].shape[-1]
+    return Cost(kind="product", flops=flops, work=flops)
+
+
 def _fused_attention(arguments: Arguments, *, backward: bool) -> Cost:
     """torch's fused attention: with a mask it computes hidden pairs too."""
     view = Visibility(causal=bool(arguments.get("is_causal")))
@@ -111,6 +117,7 @@ COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
     "megacore::grouped_products": _grouped_products,
     "megacore::add_grouped_weight_gradients_": _grouped_weight_gradients,
     "megacore::grouped_weight_gradients": _grouped_weight_gradients,
+    "megacore::states_between_chunks": _states_between_chunks,
 }
 # Operators of megacore that compute less than a device does in the time of the bytes that they move.
 MEMORY_ONLY = frozenset({
