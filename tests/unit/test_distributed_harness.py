@@ -107,16 +107,18 @@ def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> 
     until(lambda: all(map(gone, pids)), 5, "processes are left")
 
 
-def call_and_wait(pids: str) -> None:
-    """A caller that finds the fork server of the process that it was forked from, and is not its parent."""
+def call_and_wait(address: str, pids: str) -> None:
+    """A caller that uses the fork server at ``address``, and is not its parent."""
+    forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     forkserver.ensure_running = forkserver._forkserver.ensure_running
     run_distributed(write_pid, 2, pids)
 
 
 def test_a_killed_caller_takes_its_ranks_along(tmp_path: Path) -> None:
-    start_server()
-    caller = multiprocessing.get_context("fork").Process(target=call_and_wait, args=(str(tmp_path),))
+    start_server()  # the caller comes from it as well: a fork of this process, which has threads, may abort
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    caller = multiprocessing.get_context("forkserver").Process(target=call_and_wait, args=(address, str(tmp_path)))
     caller.start()
     pids: list[int] = []
 
