@@ -44,7 +44,9 @@ def fake_job(
     mesh = fake_mesh(parallel, rank=rank, device=device)
     try:
         with ExitStack() as stack:
-            for context in (_FakeTensors(), ops.kernels_chosen(kernels)):
+            # A backward in a thread of its own frees its last tensors while the next computation begins, or before.
+            one_thread = torch.autograd.set_multithreading_enabled(False)
+            for context in (_FakeTensors(), ops.kernels_chosen(kernels), one_thread):
                 stack.enter_context(context)
             replaced = _REPLACED if device.type == "cpu" else _REPLACED | _ABSENT
             for (owner, name), substitute in replaced.items():
