@@ -17,8 +17,9 @@ from megacore.audit.check import History, in_ranges
 from megacore.audit.ledger import Line
 from megacore.audit.recorder import StepRecords
 from megacore.audit.state_hash import name_factor
-from megacore.commands.pretrain_gpt import trainer_of
+from megacore.commands import pretrain_bert, pretrain_gpt
 from megacore.config import ResolvedConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.config.messages import ranks_in_words
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
@@ -32,6 +33,13 @@ Masks = Callable[[ResolvedConfig], AbstractContextManager[None]]
 # Without --reproducible: what rounding changes little. An update may divide a gradient that is zero but for rounding.
 _NEAR = {*EXACT_KINDS, "output", "loss", "gradient", "gradient norm"}
 _SMALL = 0.01  # without --reproducible, what is smaller than the largest tensor of its kind by this counts as large
+
+
+def trainer_of(config: ResolvedConfig, mesh: Mesh) -> Trainer:
+    """What trains a GPT or a BERT."""
+    if isinstance(config, ResolvedBertConfig):
+        return pretrain_bert.trainer_of(config, mesh)
+    return pretrain_gpt.trainer_of(config, mesh)
 
 
 class Narrowing:

@@ -17,12 +17,13 @@ import tomli_w
 
 from megacore.audit.check import History, different_facts, first_difference, in_ranges
 from megacore.audit.ledger import Line
-from megacore.audit.narrow import Narrowing
+from megacore.audit.narrow import Narrowing, trainer_of
 from megacore.audit.recorder import StepRecords
 from megacore.checkpoint.directory import published
 from megacore.checkpoint.manifest import Manifest, read_manifest
-from megacore.commands.pretrain_gpt import read_config, trainer_of
-from megacore.config import SECTIONS, ResolvedConfig
+from megacore.commands import pretrain_bert, pretrain_gpt
+from megacore.config import ResolvedConfig, sections_of
+from megacore.config.bert import BertConfig
 from megacore.config.compression import format_of
 from megacore.config.fields import field_infos
 from megacore.config.reproducible import canonical_blocks
@@ -37,6 +38,7 @@ from megacore.train.same_run import facts
 from megacore.verify.masks import masks_of_shards
 from megacore.verify.narrow import one_process
 
+SECTIONS = sections_of(BertConfig)  # it has those of a GPT, and one more
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
 # Settings of other tables that change no number of a step.
@@ -98,7 +100,8 @@ def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) 
     words = ["--config", str(settings), "--output-dir", str(work / f"output_{part.steps[0]}")]
     if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
         words += ["--load", str(part.directory)]
-    config = read_config([*words, *flags], prog="audit.py")
+    program = pretrain_bert if "bert" in part.manifest.config else pretrain_gpt
+    config = program.read_config([*words, *flags], prog="audit.py")
     for number in range(save.step + 1, part.steps.stop):
         _masks(history.facts_of(history.steps[number]), config)
     return config
@@ -157,8 +160,9 @@ def _parts(history: History, steps: range, run: Location) -> list[_Part]:
         if not part:
             continue
         directory, manifest, save = _nearest(run, part.start, history)
-        if "bert" in manifest.config:
-            raise UserError(f"{directory} is of BERT, which is not replayed yet: check it without --replay")
+        if manifest.has_own_layers:
+            why = "was trained by a program that describes its own layers, which is not replayed"
+            raise UserError(f"{directory} {why}: leave out --replay and --bisect")
         if (first := stretch.start) > save.step + 1:  # what lies between cannot be computed
             why = f"has no line of step {first - 1} that counts"
             if before := next((said for each, said in stretches if first - 1 in each), None):

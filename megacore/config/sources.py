@@ -147,9 +147,9 @@ class Sources(Generic[C]):
         kept = [name for name in _DERIVED if name in self.file.values and name not in self.flags.values]
         if not kept:
             return
-        others = {name: value for name, value in self.file.values.items() if name not in kept}
-        # None is given, so that no preset sets it.
-        there, here = built(self.kind, others), built(self.kind, {**others, **self.flags.values, **dict.fromkeys(kept)})
+        # None is given, so that no preset and no program's own default sets it.
+        others = {**self.file.values, **dict.fromkeys(kept)}
+        there, here = built(self.kind, others), built(self.kind, {**others, **self.flags.values})
         for name in () if there.model.problems() else kept:
             value, derived = self.file.values[name], _DERIVED[name](here)
             if value == _DERIVED[name](there) != derived:

@@ -20,10 +20,10 @@ import torch
 from megacore.audit.command import main
 from megacore.audit.commits import first_change
 from megacore.audit.ledger import FILE, lines_of, sealed
+from megacore.audit.narrow import trainer_of
 from megacore.audit.state_hash import Part, part_hash
 from megacore.checkpoint.files import describe
 from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
-from megacore.commands.pretrain_gpt import trainer_of
 from megacore.errors import UserError
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.train.callbacks import Callback, Run
@@ -31,6 +31,7 @@ from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
+from tests.parity.bert_runs import make_bert_config
 from tests.parity.runs import Layout, make_config
 
 RUN: dict[str, Any] = {
@@ -43,7 +44,8 @@ SAVED = "step_00000004"
 def train(rank: int, ranks: int, directory: str, starts: list[tuple[Layout, dict[str, Any]]]) -> None:
     """Train in one directory, from each start to the end."""
     for layout, changes in starts:
-        config = make_config(layout, directory, **RUN | changes)
+        make = make_bert_config if "bert_style" in changes else make_config
+        config = make(layout, directory, **RUN | changes)
         if config.training.reproducible:
             compute_reproducibly()
         trainer_of(config, build_mesh(config.parallel)).run()
@@ -235,11 +237,12 @@ def test_steps_computed_again_agree_on_any_layout_unless_something_else_is_compu
 def test_one_process_draws_the_dropout_masks_of_the_layout(run: Path, tmp_path: Path) -> None:
     base, context = str(run / SAVED), {"hidden_dropout": 0.1, "cp": 2, "cp_comm": "ring"}
     adapters = {"lora_rank": 4, "lora_dropout": 0.5, "sequence_parallel": True, "pretrained_checkpoint": base}
-    for tp, changes in (2, adapters), (1, context):
+    bert = {"bert_style": "classic", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    for tp, changes in (2, adapters), (2, bert), (1, context):
         shutil.rmtree(tmp_path)
         run_distributed(train, 2, str(tmp_path), [((tp, 1, 1), changes | {"reproducible": False, "train_iters": 2})])
         words = [str(tmp_path), "--replay", "1-2", "--device", "cpu"]
-        status, said = audited(0, 1, words + ["--pretrained-checkpoint", base] * (tp > 1))
+        status, said = audited(0, 1, words + ["--pretrained-checkpoint", base] * (changes is adapters))
         assert status == 0 and "agree to rounding" in said, said
     ring, alone = "--cp 2 --cp-comm ring --bisect", "one process: it draws the dropout masks only with --device cpu"
     for flags, broken, expected, why in ("--dp 2", None, 2, ""), (ring, None, 0, ""), (ring, ON_CPU, 0, alone):
