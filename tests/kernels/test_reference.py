@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.ops import dropout
-from megacore.parallel.random import Dropout, RandomStreams
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.kernels.comparing import DTYPES, Comparison, compare
@@ -95,8 +94,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     y = ops.dropout_add(x, zero, probability=0.1, seed=3)
     assert torch.equal(y != 0, ops.dropout_mask((50, 10), probability=0.1, seed=3, device=CPU))
     assert torch.equal(ops.dropout_add(x, zero, probability=0.0, seed=3), x)
-    of_shards = [Dropout(0.1, RandomStreams(0, CPU), "site", shard=shard)(torch.ones(500, 1000)) for shard in (0, 1)]
-    assert abs(of_shards[0].mean().item() - 1.0) < 2.5e-3 and not torch.equal(*of_shards)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

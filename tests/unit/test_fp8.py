@@ -302,6 +302,7 @@ def test_forward_and_backward_are_the_plain_product_bit_for_bit(dtype: torch.dty
     output.backward(gradient)
     assert output.dtype == dtype
     assert torch.equal(output, (x.detach().float() * factor).to(dtype))
+    assert not torch.equal(output, Dropout(0.3, streams, "blocks.0.mlp_dropout", shard=1)(x))  # of another rank's part
     assert x.grad is not None
     assert torch.equal(x.grad, (gradient.float() * factor).to(dtype))
     assert float((factor == 0).float().mean()) == pytest.approx(0.3, abs=0.05)

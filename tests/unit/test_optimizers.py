@@ -24,7 +24,7 @@ from megacore.config.optimizers import MuonConfig
 from megacore.config.rampup import BatchSizes, Ramp
 from megacore.optim.lr_schedules import learning_rate, momentum, weight_decay
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
-from megacore.optim.update import SquareSum, totals
+from megacore.optim.update import SquareSum, clip_factor, totals
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.data_parallel import DataParallel
@@ -311,6 +311,8 @@ def test_a_loss_that_is_not_finite_poisons_the_norm_and_votes_travel_with_it() -
     assert found.votes.tolist() == [0, 1, 3]
     assert found.loss.isfinite().tolist() == [False, True]
     assert totals([], ALONE, loss=1.0, votes=[0, 1, 3]).norm == 0.0
+    # A small norm, and a limit of 0, change nothing.
+    assert [float(clip_factor(torch.tensor(2.0), x)) for x in (10.0, 0.0, 0.5)] == pytest.approx([1.0, 1.0, 0.25])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8, 64])
