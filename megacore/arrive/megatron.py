@@ -98,7 +98,10 @@ def _listed(value: Value) -> list[int] | None:
         return None
     listed = [int(kind) for match in matches if match for kind in match[1].split(",") * int(match[2] or 1)]
     if (layers := value.run.number("num_layers")) and len(listed) != layers:
-        raise ValueError(f"{value} is for {len(listed)} blocks, and --num-layers is {layers}: use a list of {layers}")
+        fitting = ",".join(str(listed[block % len(listed)]) for block in range(layers))
+        raise ValueError(
+            f"{value} is for {len(listed)} blocks, and --num-layers is {layers}: use, for example, [{fitting}]"
+        )
     return listed
 
 

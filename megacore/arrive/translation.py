@@ -54,7 +54,7 @@ class Run:
     @property
     def ramp(self) -> Ramp | None:
         """How the batch size grows; None where it does not, or is invalid."""
-        return None if self.config.rampup.problems() else self.config.rampup.ramp()
+        return self.config.rampup.ramp()
 
     @property
     def replicas(self) -> int | None:

@@ -34,7 +34,7 @@ class CheckpointConfig(Section):
     the log says what changes."""
     save_interval: Annotated[int | None, Range(1), Flag(example=1000)] = None
     """Steps between checkpoints. Default: only at the end of the run."""
-    keep_last: Annotated[int | None, Range(1)] = None
+    keep_last: Annotated[int | None, Range(1), Flag(example=3)] = None
     """Newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep all."""
     keep_every: Annotated[int | None, Range(1)] = None
     """Also keeps every checkpoint whose step is a multiple of this. Needs --keep-last. Default: keep only those of

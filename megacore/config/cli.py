@@ -21,10 +21,10 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config.dimensions import degree_fields
-from megacore.config.flags import CONFIG_INFO, all_fields, read_flags
+from megacore.config.flags import CONFIG_INFO, all_fields, flags_by_name, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
-from megacore.config.messages import counted, number
+from megacore.config.messages import counted
 from megacore.config.missing_files import NEEDED_BY_PLANS, missing_files
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.other_trainers import other_trainers
@@ -32,7 +32,7 @@ from megacore.config.problem import Change, Problem, Values
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
 from megacore.config.solve import Searched
 from megacore.config.sources import Sources, built
-from megacore.config.spelling import PARAMETERS, fields_in, flag_and_value, negative
+from megacore.config.spelling import fields_in, flag_and_value
 from megacore.config.toml import read_toml
 from megacore.config.validation import Validation, degrees_product
 from megacore.errors import EXIT_REFUSED, Collected, ConfigError, UserError
@@ -115,7 +115,7 @@ def parse_config(
     _answer_question(argv, prog, description, config_class, process)
     sources = _sources(argv, config_class, shape, continued, is_planned=planned, world_size=process.world_size)
     flags, file, config = sources.flags, sources.file, sources.config()
-    found = [*flags.problems, *_lacking_values(flags, config, file.unread)]  # what every rank finds wrong
+    found = [*flags.problems, *_without_value(flags, config, file.unread)]  # what every rank finds wrong
     spares, started = 0 if planned else config.watch.spares, process.world_size
     if spares < started:
         process = replace(process, world_size=started - spares)
@@ -136,7 +136,7 @@ def parse_config(
             further=partial(_idle_flags, flags),
         ).of_start()
         config, process = validation.config, replace(process, world_size=validation.world_size)
-        found += map(sources.naming_defaults, validation.messages())
+        found += map(sources.as_given, validation.messages())
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config, process.world_size) if process.local_rank == 0 else []
     on_disk = [problem for problem in on_disk if not files_elsewhere or problem.startswith(NEEDED_BY_PLANS)]
@@ -300,32 +300,26 @@ def _unknown_address(process: _Process) -> list[str]:
 
 def _idle_flags(flags: Given, config: Config) -> list[str]:
     """Flags that ask for what the layout cannot do. A file may say the same: it holds what another layout resolved."""
-    if flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+    if flags.values.get("sequence_parallel") and config.parallel.sequence_parallel and config.parallel.tp == 1:
         return [
             Problem(
                 "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over",
-                Change("leave it out"),
+                Change("leave it out", {"sequence_parallel": None}),
                 Values(name="tp", among=range(2, 34), near=1, bound="or more"),
             )
         ]
     return []
 
 
-def _lacking_values(flags: Given, config: Config, unread: set[str]) -> Iterator[str]:
-    """Parameters that follow a flag which no source gives a value, in the words of the command line."""
-    infos = all_fields(type(config))
-    for owner in (infos[name] for name in PARAMETERS if name in infos.keys() - flags.unread - unread):
-        name = owner.name
-        names = {f"{owner.flag} {one}": fields[0] for one, fields in PARAMETERS[name].items()}
-        spelled = names | {negative(one): field for one, field in names.items()}
-        given = [spelled[one] for one in flags.names if one in spelled]
-        lacking = [one for one in given if (needs := infos[one].needs) and needs.owner == name]
-        if owner.kind is bool or config.value(name) or "config" in flags.unread or flags.unread & {*lacking}:
-            continue
-        if words := " ".join(dict.fromkeys(flag_and_value(o, flags.values[o]).partition(" ")[2] for o in lacking)):
-            flags.unread.update(lacking)  # their rules would say the same
-            value = owner.metavar if owner.example is None else number(owner.example)
-            yield f"{owner.flag} {words} needs a value: use {owner.flag} {value} {words}, or leave {owner.flag} out"
+def _without_value(flags: Given, config: Config, unread: set[str]) -> Iterator[str]:
+    """Parameters that have the value which they have anyway, after a flag that no source gives one."""
+    infos = flags_by_name(type(config))
+    for spelled in (name for name in dict.fromkeys(flags.names) if " " in name and name in infos):
+        info, owner = infos[spelled], infos[spelled.partition(" ")[0]]
+        is_read = not {owner.name, info.name, "config"} & (flags.unread | unread)
+        needs_it = is_read and owner.kind is not bool and info.needs and info.needs.owner == owner.name
+        if needs_it and not config.value(owner.name) and config.value(info.name) == info.default:
+            yield f"{spelled} has no effect without a value of {owner.flag}: leave it out"
 
 
 def _save_in_directory(given: Given) -> None:

@@ -316,16 +316,16 @@ def _batch(c: Settings) -> Iterator[str]:
 
 
 def _ramp(c: Settings) -> Iterator[str]:
-    if c.rampup_batch_size and not c.config.rampup.problems():
+    if c.rampup_batch_size:
         samples = c.micro_batch_size * size_of_role("batch", fill_degrees(c, c.world_size))
-        yield from ramp_problems(c.ramp(), c.global_batch_size, samples)
+        yield from ramp_problems(c.given("rampup_batch_size"), c.ramp(), c.global_batch_size, samples, c.train_iters)
 
 
 def _gradient_noise(c: Settings) -> Iterator[str]:
     """It compares gradients of batches of two sizes."""
     small = c.micro_batch_size * size_of_role("batch", fill_degrees(c, c.world_size))
     batch = c.global_batch_size or small
-    if c.gradient_noise_interval and batch <= small:
+    if c.gradient_noise_interval and small and batch <= small:  # 0: too few processes, which _processes reports
         yield Problem(
             f"{c.given('gradient_noise_interval')} compares the gradient of one microbatch per replica with that of "
             "all of them, and there is one",
@@ -336,7 +336,7 @@ def _gradient_noise(c: Settings) -> Iterator[str]:
                 bound="or more",
                 most=3,
             ),
-            Change("use a smaller --micro-batch-size"),
+            up_to("micro_batch_size", c.micro_batch_size, batch // (2 * small // c.micro_batch_size)),
             about=("micro_batch_size", *degree_fields()),
         )
 

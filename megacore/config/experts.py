@@ -55,7 +55,7 @@ class ExpertsConfig(Section):
         _groups,
     )
 
-    num_experts: Annotated[int | None, Range(2, 100_000)] = None
+    num_experts: Annotated[int | None, Range(2, 100_000), Flag(example=8)] = None
     """Replaces the feed-forward layer by this many experts. A multiple of --ep. Default: no experts."""
     moe_router_topk: Annotated[int, Range(1, 100_000), _EXPERTS] = 2
     """Experts that each token uses. At most --num-experts."""
@@ -65,7 +65,7 @@ class ExpertsConfig(Section):
     moe_router_pre_softmax: Annotated[bool, Needs("num_experts", moe_router_score_function="softmax")] = False
     """Weighs the chosen experts by their softmax over all experts, as in OLMoE (norm_topk_prob false in transformers).
     Off: these weights are divided by their sum."""
-    moe_router_num_groups: Annotated[int | None, Range(2, 100_000), _EXPERTS] = None
+    moe_router_num_groups: Annotated[int | None, Range(2, 100_000), Flag(example=4), _EXPERTS] = None
     """Groups of experts, as in DeepSeek-V3: a token uses at most topk of them. Divides --num-experts.
     Default: no groups."""
     moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
@@ -84,14 +84,14 @@ class ExpertsConfig(Section):
     moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000), _EXPERTS] = None
     """Inner width of an expert. A multiple of --etp. Default: --ffn-hidden-size."""
     moe_shared_expert_size: Annotated[
-        int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",)), _EXPERTS
+        int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",), example=1024), _EXPERTS
     ] = None
     """Inner width of an expert that every token uses. A multiple of --tp. Default: no shared expert."""
     moe_shared_expert_gate: bool = False
     """Multiplies the shared expert's output by the sigmoid of a projection of the token, as in Qwen2-MoE."""
     moe_linear_bias: bool = False
     """Gives the router and the matrices of experts biases, as in GPT-OSS."""
-    moe_layer_freq: Annotated[int, Range(1, 10_000), _EXPERTS] = 1
+    moe_layer_freq: Annotated[int, Range(1, 10_000), Flag(example=2), _EXPERTS] = 1
     """Every Nth block has experts, after the first ones without."""
     moe_first_dense_layers: Annotated[int, Range(0, 10_000), _EXPERTS] = 0
     """First blocks without experts."""
@@ -100,13 +100,13 @@ class ExpertsConfig(Section):
     ] = "seq_aux_loss"
     """What --moe-aux-loss-coeff balances. seq_aux_loss: each sequence. global_aux_loss: the batch, with counts of the
     previous step."""
-    moe_aux_loss_coeff: Annotated[float, Range(0), _EXPERTS] = 0.0
+    moe_aux_loss_coeff: Annotated[float, Range(0), Flag(example=0.01), _EXPERTS] = 0.0
     """Factor of the balancing loss of each layer. The reported loss leaves it out."""
     moe_z_loss_coeff: Annotated[float, Range(0), _EXPERTS] = 0.0
     """Factor of the router's z-loss, which keeps its logits small."""
     moe_input_jitter_eps: Annotated[float, Range(0, below=1), _EXPERTS] = 0.0
     """In training, multiplies the router's input by random numbers between 1 - N and 1 + N."""
-    moe_expert_capacity_factor: Annotated[float | None, Range(above=0), _EXPERTS] = None
+    moe_expert_capacity_factor: Annotated[float | None, Range(above=0), Flag(example=1.25), _EXPERTS] = None
     """In training, limits each expert to N times its equal share of a sequence's tokens, and drops further tokens.
     Default: no limit."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"

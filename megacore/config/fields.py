@@ -205,10 +205,13 @@ class Section:
         return field_infos(type(self))
 
     def wrong_fields(self) -> dict[str, str]:
-        """The fields whose value is invalid whatever the other fields are, each with its message."""
+        """The fields whose value is invalid whatever the other fields are, each with its message; of those that have no
+        effect, which is said instead, none."""
         infos = self.infos  # whose defaults are valid
         messages = {name: _value_problem(infos[name], getattr(self, name)) for name in self.set_fields}
-        return {name: message for name, message in messages.items() if message}
+        messages = {name: message for name, message in messages.items() if message}
+        c = Settings([self], frozenset(messages)) if messages else None
+        return {name: said for name, said in messages.items() if not (c and c.is_idle(infos[name].needs))}
 
     @functools.cached_property  # what tries other values of a few fields asks all sections
     def set_fields(self) -> list[str]:

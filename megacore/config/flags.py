@@ -16,12 +16,12 @@ from typing import Any
 from megacore.config.dry_run_flags import DRY_RUN_FLAGS, REHEARSE
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos
 from megacore.config.given import Given
-from megacore.config.messages import did_you_mean, nearest_name, number, one_of
+from megacore.config.messages import did_you_mean, is_misspelled, nearest_name, number, one_of
 from megacore.config.numbers import is_number, nearest_ints, parse_float, parse_int
 from megacore.config.optimizers import sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, section_of, sections_of
-from megacore.config.spelling import PARAMETERS, flag_and_value, negative, with_value
+from megacore.config.spelling import PARAMETERS, flag_and_value, is_shared, negative, with_value
 
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 # What transformers and vLLM call so, which no spelling is near to.
@@ -205,7 +205,18 @@ def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
             given.translated.setdefault(theirs.origin, {})[with_value(word.flag, word.values[0])] = ours
     except ValueError as error:
         given.problems.append(str(error))
-        given.unread.add(info.name)
+        if isinstance(error, _Misread) and error.meant is not None:
+            given.values[info.name] = error.meant
+        else:
+            given.unread.add(info.name)
+
+
+class _Misread(ValueError):
+    """A value that cannot be read, and the one that its message proposes, with which rules are checked; None: none."""
+
+    def __init__(self, said: str, meant: Any) -> None:
+        super().__init__(said)
+        self.meant = meant
 
 
 def _value(word: _Word, info: FieldInfo) -> Any:
@@ -228,10 +239,8 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     try:
         return _PARSERS.get(info.kind, info.kind)(values[0])  # `validate` checks the range and the choices
     except ValueError:
-        expected = "whole number" if info.kind is int else "number"
-        raise ValueError(
-            f"{with_value(word.flag, repr(values[0]))} is not a {expected}: {_example(values[0], info)}"
-        ) from None
+        expected, (way, meant) = "whole number" if info.kind is int else "number", _example(values[0], info)
+        raise _Misread(f"{with_value(word.flag, repr(values[0]))} is not a {expected}: {way}", meant) from None
 
 
 def _with_example(flag: str, info: FieldInfo) -> str:
@@ -242,14 +251,16 @@ def _with_example(flag: str, info: FieldInfo) -> str:
     return f"for example {with_value(flag, number(usual) if isinstance(usual, int | float) else str(usual))}"
 
 
-def _example(text: str, info: FieldInfo) -> str:
-    """The whole numbers next to what was given, if it is a number; else the default."""
+def _example(text: str, info: FieldInfo) -> tuple[str, Any]:
+    """The whole numbers next to what was given, if it is a number; else the default. In words, and the first."""
     if info.kind is int:
         accepted = [n for n in nearest_ints(text) if n <= LARGEST_INT and (info.range is None or n in info.range)]
         if accepted:
-            return f"use {one_of(accepted)}"
+            return f"use {one_of(accepted)}", accepted[0]
     usual = info.example if info.default in (None, dataclasses.MISSING) else info.default
-    return f"write {info.metavar} in digits" if usual is None else f"use, for example, {number(usual)}"
+    if usual is None:
+        return f"write {info.metavar} in digits" + (", or leave it out" if info.optional else ""), None
+    return f"use, for example, {number(usual)}", usual
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -277,7 +288,11 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
         return
     meant = flags[near].flag if flags[near].owner else near
     given.problems.append(f"{word.flag} is not a flag: did you mean {meant}?")
-    given.unread.add(flags[near].name)
+    read, info = Given(), flags[near]
+    if is_misspelled(word.flag, near) and info.name not in setting_files() and not is_shared(info.name):
+        _read_value(_Word(near, word.values), info, read)  # rules are checked with what was meant
+    given.values = {**read.values, **given.values}
+    given.unread.update(() if read.values else [info.name])
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ def parse_pattern(text: str) -> str:
         if match is None:
             raise UserError(
                 f"--layer-pattern {text}: '{part[:40]}' is not known: use "
-                f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS, LINEAR, MAMBA])}, with a number before it for several, as "
-                "in 5*w,f"
+                f"{one_of([WINDOW, FULL, WITHOUT_POSITIONS, LINEAR, MAMBA])}, with a number before it for several, for "
+                "example 3*l,f"
             )
         kinds += match[2] * int(match[1] or 1)
     if len(kinds) > _LONGEST:

@@ -76,6 +76,11 @@ def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     return bare[nearest] if misspelled or scores.get(nearest, 0.0) >= _SIMILAR else None
 
 
+def is_misspelled(name: str, accepted: str) -> bool:
+    """Whether a name differs from an accepted one by some letters only."""
+    return _similarity(name.lower(), accepted) >= _MISSPELLED
+
+
 def _similarity(one: str, other: str) -> float:
     """From 0 to 1: the share of letters that are in both in the same order."""
     return difflib.SequenceMatcher(None, other, one).ratio()

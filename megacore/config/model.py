@@ -278,7 +278,7 @@ class ModelConfig(Section):
     """longrope's divisors in longer sequences. Default: none; longrope requires it."""
     window_size: Annotated[int | None, Range(1, 100_000_000), Flag(example=512)] = None
     """Sliding window: each token attends only to the last N tokens, itself included. Default: no window."""
-    layer_pattern: Annotated[str | None, Flag(("--attention-pattern",), metavar="5*w,f")] = None
+    layer_pattern: Annotated[str | None, Flag(("--attention-pattern",), metavar="5*w,f", example="3*l,f")] = None
     """Attention of each block: w within --window-size, f to all earlier tokens, n as f without rotary positions, l
     linear (Gated DeltaNet), m Mamba-2. The pattern repeats: 5*w,f is five w, one f. Default: all blocks are alike."""
     linear_num_key_heads: Annotated[int, Range(1, 1_000_000)] = 16
@@ -506,7 +506,7 @@ def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
 class MupConfig(Section):
     """muP: hyperparameters that fit models of any width."""
 
-    mup_base_width: Annotated[int | None, Range(1)] = None
+    mup_base_width: Annotated[int | None, Range(1), Flag(example=256)] = None
     """Applies muP (docs/reference/optimizers.md): --lr, --init-method-std and --weight-decay are those of a model with
     this --hidden-size. Default: no muP."""
     mup_base_head_size: Annotated[int | None, Range(1)] = None

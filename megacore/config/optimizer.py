@@ -73,7 +73,7 @@ class OptimizerConfig(Section):
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
     """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
-    decoupled_lr: Annotated[float | None, Range(above=0)] = None
+    decoupled_lr: Annotated[float | None, Range(above=0), Flag(example=1e-3)] = None
     """Peak learning rate of the token embedding and of the output layer, with the same schedule. Default: --lr."""
     decoupled_min_lr: Annotated[float | None, Range(0)] = None
     """Their learning rate at the end of the decay. At most --decoupled-lr. Default: --min-lr."""

@@ -12,37 +12,31 @@ _LAYERS = re.compile(r"(?:([0-9]{1,18})\*)?([EtH])")
 def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
     """The layers of each stage by number: the embedding is layer 0, the head the last. Raises ValueError with the
     reason."""
+    shares = [blocks * (i + 1) // stages - blocks * i // stages for i in range(stages)]
+    like = f"E,{'|'.join(f'{share}*t' for share in shares)},H" if all(shares) else ""
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f"{why}: use, for example, {like}" if like else f"{why}: leave it out")
+
     kinds: list[list[str]] = []
     for number, stage in enumerate(text.split("|")):
         kinds.append([])
         for part in stage.split(","):
             match = _LAYERS.fullmatch(part.strip())
             if match is None:
-                raise ValueError(
-                    f"stage {number}: {part.strip()!r} is not E, t or H, or a number of them: "
-                    "use, for example, E,2*t|2*t,H"
-                )
+                raise refused(f"stage {number}: {part.strip()!r} is not E, t or H, or a number of them")
             count = int(match[1] or 1)
             if count > blocks + 2:  # embedding and head
-                raise ValueError(
-                    f"stage {number}: {part.strip()} is more than --num-layers {blocks}: use a smaller number"
-                )
+                raise refused(f"stage {number}: {part.strip()} is more than --num-layers {blocks}")
             kinds[-1] += [match[2]] * count
         if not kinds[-1]:
-            raise ValueError(f"stage {number} holds no layer")
+            raise refused(f"stage {number} holds no layer")
     if len(kinds) != stages:
-        like = "|".join(f"{blocks * (i + 1) // stages - blocks * i // stages}*t" for i in range(stages))
-        raise ValueError(
-            f"it has {len(kinds)} stages, but --pp x --virtual-stages is {stages}: use, for example, E,{like},H"
-        )
+        raise refused(f"it has {len(kinds)} stages, but --pp x --virtual-stages is {stages}")
     order = [kind for stage in kinds for kind in stage]
     if order != ["E", *["t"] * (len(order) - 2), "H"]:
-        raise ValueError("the layers are not in order: write one E, then every t, then one H")
+        raise refused("the layers are not one E, then every t, then one H")
     if order.count("t") != blocks:
-        written = order.count("t")
-        raise ValueError(
-            f"it has {written} blocks, but --num-layers is {blocks}: use --num-layers {written}, or write {blocks} "
-            "blocks"
-        )
+        raise refused(f"it has {order.count('t')} blocks, but --num-layers is {blocks}")
     ends = [sum(map(len, kinds[: number + 1])) for number in range(len(kinds))]
     return [range(end - len(stage), end) for end, stage in zip(ends, kinds, strict=True)]

@@ -84,6 +84,7 @@ class Change:
     # By field, which the change sets; none, where it cannot be tried.
     values: Mapping[str, Any] = field(default_factory=dict)
     otherwise: Change | None = None  # what is offered where this is no way out
+    turns_on: bool = False  # it gives a flag what that has no effect without; others may be needed beside it
 
 
 Way = Values | Change

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from megacore.config.dimensions import degree_fields
 from megacore.config.fields import LARGEST_INT, Flag, Section
 from megacore.config.messages import divisors, multiples
 from megacore.config.numbers import parse_int
 from megacore.config.problem import Change, Problem
-from megacore.config.rules import Readable, Rule
 from megacore.config.spelling import flag_and_value
 
 
@@ -31,26 +30,17 @@ class Ramp(NamedTuple):
 class RampupConfig(Section):
     """The growth of the global batch size at the start."""
 
-    rules: ClassVar[Sequence[Rule]] = (Readable("ramp"),)
-
     rampup_batch_size: Annotated[tuple[str, ...], Flag(metavar="START INCREMENT SAMPLES")] = ()
     """Global batches grow from START samples, in equal intervals by INCREMENT, to --global-batch-size after SAMPLES
     samples. START and INCREMENT are multiples of --micro-batch-size x --dp. The learning rate follows the samples."""
 
     def ramp(self) -> Ramp | None:
-        """The ramp, if there is one. Raises ValueError where the value is not three whole numbers of 1 or more."""
-        if not self.rampup_batch_size:
-            return None
+        """The ramp; None where there is none, or the value is not three whole numbers of 1 or more."""
         try:
             numbers = [parse_int(word) for word in self.rampup_batch_size]
         except ValueError:
-            numbers = []
-        if len(numbers) != 3 or not all(1 <= one <= LARGEST_INT for one in numbers):
-            raise ValueError(
-                f"--rampup-batch-size {' '.join(self.rampup_batch_size)} must be three whole numbers of 1 or more: use "
-                "START INCREMENT SAMPLES, for example 16 16 100000"
-            )
-        return Ramp(*numbers)
+            return None
+        return Ramp(*numbers) if len(numbers) == 3 and all(1 <= one <= LARGEST_INT for one in numbers) else None
 
 
 class BatchSizes:
@@ -102,10 +92,18 @@ class BatchSizes:
         return steps if len(self._sizes) == 1 else self.samples(steps) / self.full
 
 
-def ramp_problems(ramp: Ramp, full: int | None, replica_samples: int) -> Iterator[str]:
-    """What is wrong with a ramp beside --global-batch-size and the samples of a microbatch on all replicas."""
-    given = flag_and_value("rampup_batch_size", ramp)
+def ramp_problems(given: str, ramp: Ramp | None, full: int | None, replica_samples: int, steps: int) -> Iterator[str]:
+    """What is wrong with a ramp beside --global-batch-size and the samples of a microbatch on all replicas, in a run of
+    some steps. `given`: the flag with its value; `ramp`: None where that cannot be read."""
     unit = max(replica_samples, 1)
+    if ramp is None:
+        most = full if full is not None and full >= 2 * unit else 2 * unit
+        half = Ramp(unit, unit, max(most * steps // 2, 1))
+        values = {"rampup_batch_size": tuple(map(str, half))} | ({} if most == full else {"global_batch_size": most})
+        words = " ".join(flag_and_value(name, value) for name, value in values.items())
+        said = f"{given} must be three whole numbers of 1 or more, START INCREMENT SAMPLES"
+        yield Problem(said, Change(words, values), Change("leave it out", {"rampup_batch_size": ()}))
+        return
     reached = -(-max(ramp.start + 2 * ramp.increment, 2 * unit) // unit) * unit if full is None else full
     nearest = _nearest(ramp, reached, unit)
     changed = {} if nearest is None else {"rampup_batch_size": tuple(map(str, nearest))}

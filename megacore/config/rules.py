@@ -16,7 +16,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -77,6 +77,13 @@ class Settings:
             raise Unread
         return name in self._given
 
+    def is_idle(self, needs: Needs | None) -> bool:
+        """Whether a field that needs something has no effect, as far as that can be read."""
+        try:
+            return needs is not None and needs.lacking(self) is not None
+        except Unread:
+            return False
+
     def hold(self, terms: Iterable[str]) -> bool:
         """Whether all of some terms hold."""
         return all(map(self._holds, terms))
@@ -96,7 +103,7 @@ class Settings:
         info = self._info(name)
         example = True if info.default is False else info.example
         if example is not None:
-            return use(name, example)
+            return replace(use(name, example), turns_on=True)
         return Change(f"use {with_value(info.flag, info.metavar) if info.kind is str else info.flag}")
 
     def without(self, name: str, text: str = "leave it out") -> Change:

@@ -19,6 +19,7 @@ from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, cached, field_infos
 from megacore.config.logging import LoggingConfig
 from megacore.config.lora import LoraConfig
+from megacore.config.messages import nearest_name
 from megacore.config.model import ModelConfig, MupConfig, ResolvedModel
 from megacore.config.optimizer import OptimizerConfig, ResolvedOptimizer
 from megacore.config.optimizers import (
@@ -128,6 +129,16 @@ class Config:
                 sections[name] = dataclasses.replace(getattr(self, name), **changed)
         return dataclasses.replace(self, **sections)
 
+    def misspelled(self, unread: frozenset[str]) -> dict[str, tuple[str, str]]:
+        """Of fields whose value is no name that they may have: the one that was probably meant, and the message."""
+        sections: list[Section] = [getattr(self, name) for name in sections_of(type(self))]
+        return {
+            name: (near, said)
+            for section in sections
+            for name, said in section.wrong_fields().items()
+            if name not in unread and (near := nearest_name(str(getattr(section, name)), section.infos[name].choices))
+        }
+
     @property
     def checkpoint_dir(self) -> str:
         """Where the checkpoints of the run go: the URL of --save, or else the output directory."""
@@ -182,10 +193,10 @@ class Config:
     @property
     def _full_steps(self) -> int:
         """--train-iters, in steps of --global-batch-size."""
-        training, full = self.training, self.training.global_batch_size
-        if not self.rampup.rampup_batch_size or full is None or self.rampup.problems():
+        training, full, ramp = self.training, self.training.global_batch_size, self.rampup.ramp()
+        if ramp is None or full is None:
             return training.train_iters
-        return max(1, int(BatchSizes(full, self.rampup.ramp()).full_steps(training.train_iters)))
+        return max(1, int(BatchSizes(full, ramp).full_steps(training.train_iters)))
 
     @property
     def eval_iters(self) -> int:

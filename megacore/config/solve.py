@@ -92,8 +92,18 @@ class _Group:
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
         while change is not None and not self._solves(change.values):
-            change = change.otherwise
+            change = self._completed(change) or change.otherwise
         return change
+
+    def _completed(self, change: Change) -> Change | None:
+        """A flag that turns on what it needs, with the one more flag that the only constraint left asks for:
+        --num-experts 8 --disable-bias-linear."""
+        left = self._left(change.values) if change.turns_on else []
+        for way in _ways(left[0]) if len(left) == 1 else ():
+            values = way.values if isinstance(way, Change) else {}
+            if all(values.values()) and self._solves(both := {**values, **change.values}):
+                return Change(_combined({**change.values, **values}), both)
+        return None
 
     def _weaker(self, problem: Problem) -> list[str]:
         """The ways out that keep all constraints on the flag that they change, where others of the group stay

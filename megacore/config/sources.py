@@ -21,7 +21,7 @@ from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.presets import RECIPES
 from megacore.config.schema import Config, ResolvedConfig, sections_of
-from megacore.config.spelling import flag_and_value
+from megacore.config.spelling import OWNERS, flag, flag_and_value
 
 C = TypeVar("C", bound=Config)
 
@@ -158,8 +158,14 @@ class Sources(Generic[C]):
                     f"from the other flags, which gives {derived}"
                 )
 
-    def naming_defaults(self, problem: str) -> str:
-        """A problem that tells which of the values in it nobody gave, because they are defaults of Megatron-LM."""
+    def as_given(self, problem: str) -> str:
+        """A problem about a parameter as it was spelled, and that tells which of the values in it nobody gave, because
+        they are defaults of Megatron-LM."""
+        for name in self.given.keys() & OWNERS.keys():
+            alias, given = (flag_and_value(name, self.given[name], own=own) for own in (True, False))
+            owner, said = flag(OWNERS[name][0]), f"{alias} has no effect without "
+            if flag(name) in self.flags.names and problem.startswith(f"{said}{owner}:"):
+                problem = f"{given} has no effect without a value of {problem.removeprefix(said)}"
         for name, value in self.theirs.items():
             if name not in self.given and name not in self.former:
                 text = flag_and_value(name, value)

@@ -171,7 +171,8 @@ def changes(problem: str, message: str, said: str) -> Iterator[Mapping[str, Any]
     """What a message proposes: values by field."""
     yield from refusals.proposals(message)
     for way in getattr(problem, "ways", ()):
-        if isinstance(way, Change) and way.values and way.text.removeprefix("use ") in message.removeprefix(said):
+        is_tried = isinstance(way, Change) and not way.turns_on  # else a message may name one more beside it
+        if is_tried and way.values and way.text.removeprefix("use ") in message.removeprefix(said):
             yield way.values
 
 
@@ -282,14 +283,21 @@ def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: st
     chosen = {"optimizer": section} if section in OPTIMIZERS else {}  # whose settings are read
     for info in field_infos(SECTIONS[section]).values():
         for value in _wrong_values(info):
-            given = {info.name: value, **chosen}
+            given = {**_needed(info), info.name: value, **chosen}
             about = [one for one in violations(make(**given), 1) if re.match(rf"{info.flag}[ =]", one)]
             assert about, f"{info.flag} {value}"
             proposed = [change for change in proposals(about[0]) if set(map(flag, change)) == {info.flag}]
             assert proposed or not info.range, about
             for change in proposed:
-                changed = make(**{**chosen, **dict(zip([info.name], change.values(), strict=True))})
+                changed = make(**{**_needed(info), **chosen, **dict(zip([info.name], change.values(), strict=True))})
                 assert info.name not in getattr(changed, section).wrong_fields(), about
+
+
+def _needed(info: FieldInfo) -> dict[str, Any]:
+    """What the field has no effect without."""
+    needs, infos = info.needs or Needs(), all_fields()
+    owners = {one: infos[one].example or {bool: True}.get(infos[one].kind, "x") for one in [needs.owner] if one}
+    return owners | {one: v[0] if isinstance(v, tuple | range) else v for one, v in needs.values.items()}
 
 
 def _wrong_values(info: FieldInfo) -> Iterator[Any]:
