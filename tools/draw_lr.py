@@ -29,6 +29,7 @@ from megacore.config.given import Given
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.other_trainers import other_trainers
 from megacore.config.rampup import BatchSizes, RampupConfig, ramp_problems
+from megacore.config.spelling import flag_and_value
 from megacore.config.toml import read_toml
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.curves import Curve, curves
@@ -100,10 +101,11 @@ def _configuration(
         raise ConfigError(problems or ["--train-iters is missing: use --train-iters 1000"])
     whole = _built(values)
     config, training, rampup = whole.optimizer, whole.training, whole.rampup
-    problems += [*config.problems(), *training.problems(), *rampup.problems()]
+    problems += [*config.problems(), *training.problems()]
     full = training.global_batch_size
-    if not rampup.problems() and (ramp := rampup.ramp()) is not None:
-        problems += ramp_problems(ramp, full, replica_samples=0)
+    if words := rampup.rampup_batch_size:
+        shown = flag_and_value("rampup_batch_size", words)
+        problems += ramp_problems(shown, rampup.ramp(), full, replica_samples=0, steps=training.train_iters)
     if not problems:
         problems += schedule_problems(whole)
     if problems:

@@ -208,8 +208,8 @@ class Section:
         """The fields whose value is invalid whatever the other fields are, each with its message; of those that have no
         effect, which is said instead, none."""
         infos = self.infos  # whose defaults are valid
-        messages = {name: _value_problem(infos[name], getattr(self, name)) for name in self.set_fields}
-        messages = {name: message for name, message in messages.items() if message}
+        values = ((name, _value_problem(infos[name], getattr(self, name))) for name in self.set_fields)
+        messages = {name: message for name, message in values if message}
         c = Settings([self], frozenset(messages)) if messages else None
         return {name: said for name, said in messages.items() if not (c and c.is_idle(infos[name].needs))}
 

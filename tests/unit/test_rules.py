@@ -178,10 +178,8 @@ def changes(problem: str, message: str, said: str) -> Iterator[Mapping[str, Any]
 
 def with_values(run: Validation, change: Mapping[str, Any]) -> Validation:
     """A run with other values by field; None: what a run has that does not give it."""
-    infos, values = all_fields(type(run.config)), dict(change)
-    ranks = values.pop(WORLD_SIZE, None)
-    for name, value in values.items():
-        values[name] = infos[name].default if value is None else value
+    infos, ranks = all_fields(type(run.config)), change.get(WORLD_SIZE)
+    values = {k: infos[k].default if v is None else v for k, v in change.items() if k != WORLD_SIZE}
     if "bert_style" in values:  # whose defaults a command line gets
         every = {name for defaults in BertConfig.all_defaults().values() for name in defaults}
         values = {name: infos[name].default for name in every} | BertConfig.defaults(values) | values
@@ -221,15 +219,11 @@ def _layouts() -> _Runs:
     while True:
         values = {name: draw.choice(among) for name, among in _DRAWN["layouts"].items()}
         if draw.random() < 0.3:
-            values |= {
-                "disable_bias_linear": True,
-                **{name: draw.choice(among) for name, among in _DRAWN["experts"].items()},
-            }
+            experts = {name: draw.choice(among) for name, among in _DRAWN["experts"].items()}
+            values |= {"disable_bias_linear": True, **experts}
         # Most of the rest as in a valid layout, so that few constraints are violated at once.
         kept = draw.sample(sorted(values), k=draw.randint(3, 9))
-        experts: dict[str, Any] = {
-            name: values[name] for name in ("num_experts", "disable_bias_linear") if name in values
-        }
+        experts = {name: values[name] for name in ("num_experts", "disable_bias_linear") if name in values}
         usual: dict[str, Any] = {"num_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "seq_length": 96}
         yield {**usual, **experts, **{name: values[name] for name in kept}}, draw.choice((None, 1, 6, 8, 12))
 
@@ -296,7 +290,7 @@ def test_a_value_beyond_its_bounds_is_refused_with_one_that_is_valid(section: st
 def _needed(info: FieldInfo) -> dict[str, Any]:
     """What the field has no effect without."""
     needs, infos = info.needs or Needs(), all_fields()
-    owners = {one: infos[one].example or {bool: True}.get(infos[one].kind, "x") for one in [needs.owner] if one}
+    owners = {one: infos[one].example or (infos[one].kind is bool or "x") for one in [needs.owner] if one}
     return owners | {one: v[0] if isinstance(v, tuple | range) else v for one, v in needs.values.items()}
 
 
