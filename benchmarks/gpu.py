@@ -3,12 +3,12 @@
     python benchmarks/gpu.py --output output/gpu-check
     python benchmarks/gpu.py --device cpu --small        try the command itself, without a GPU
 
-It runs the tests marked `gpu`; times every kernel beside a copy, torch, torch.compile and Liger-Kernel; trains GPT-2
-small, GPT-2 XL, Llama-3.2-1B and a small Mixtral in bf16 at the largest micro batch that fits, the first three compiled
-too, and GPT-2 XL with the optimizer offloaded; and saves and loads checkpoints. Each part is a process of its own with
-a share of the time: one that fails or takes too long costs the others nothing. `gpu-report.json` has every figure,
-`gpu-report.md` the tables for docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well
-printed.
+It runs the tests marked `gpu`; compares layouts whose ranks share the device with one rank, bit for bit; times every
+kernel beside a copy, torch, torch.compile and Liger-Kernel; trains GPT-2 small, GPT-2 XL, Llama-3.2-1B and a small
+Mixtral in bf16 at the largest micro batch that fits, the first three compiled too, and GPT-2 XL with the optimizer
+offloaded; and saves and loads checkpoints. Each part is a process of its own with a share of the time: one that fails
+or takes too long costs the others nothing. `gpu-report.json` has every figure, `gpu-report.md` the tables for
+docs/reports/measured.md, and `gpu-report.log` what the parts that did not end well printed.
 
 No network is needed. Packages that this interpreter lacks come from a folder of wheels (`--wheels`, filled by
 `make gpu-wheels`), and go into a temporary directory.
@@ -169,6 +169,7 @@ def parts_of(device: str, directory: Path, *, small: bool) -> list[Part]:
     return [
         part("machine", "benchmarks.gpu_check.machine", 60, required=True),
         Part(name="tests", arguments=_pytest_arguments(small), weight=80),
+        part("layouts", "benchmarks.gpu_check.layouts", 80),
         *map(training, SHAPES, ("plain",) * 3, (45, 45, 40)),
         training("experts", "plain", 40),
         part("kernels", "benchmarks.kernels", 110, *(["--no-compile"] if small else [])),

@@ -33,6 +33,8 @@ _CHECKPOINT = {
     "": "{act}, GB/s", "here": "{ours:G}", "torch.save, torch.load": "{torch:G}",
     "torch.distributed.checkpoint": "{dcp:G}", "here / the faster": "{share:.2f}",
 }  # fmt: skip
+_LAYOUTS = {"model": "{model}", "precision": "{precision}", "layout": "`{layout}`", "against one rank": "{said}"}
+_OF_LAYOUTS = "Ranks that share the device, with --reproducible: losses, norms, weights and optimizer state of 3 steps."
 _OF_TRAINING = (
     "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
     "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: --compile."
@@ -77,6 +79,7 @@ def page(report: dict[str, Any]) -> str:
         ),
         _parts(report["parts"]),
         _tests(of("test")),
+        section("Layouts", _OF_LAYOUTS, _LAYOUTS, of("layout")),
         section("Training", _OF_TRAINING, _TRAINING, runs),
         section("Memory", "State in MiB. docs/guides/memory.md says how peaks are estimated.", memory, runs),
         *map(_profile, of("profile")),

@@ -25,6 +25,7 @@ TRAINED = {"training", "synchronisations", "profile"}
 KINDS = {
     "machine": {"machine", "rates"},
     "tests": {"test"},
+    "layouts": {"layout"},
     "kernels": {"kernel"},
     "train gpt2-xl, offload": TRAINED,
     "train experts": {"fit", *TRAINED},

@@ -44,8 +44,7 @@ SAVED = "step_00000004"
 def train(rank: int, ranks: int, directory: str, starts: list[tuple[Layout, dict[str, Any]]]) -> None:
     """Train in one directory, from each start to the end."""
     for layout, changes in starts:
-        make = make_bert_config if "bert_style" in changes else make_config
-        config = make(layout, directory, **RUN | changes)
+        config = (make_bert_config if "bert_style" in changes else make_config)(layout, directory, **RUN | changes)
         if config.training.reproducible:
             compute_reproducibly()
         trainer_of(config, build_mesh(config.parallel)).run()
