@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "neither": _REPLICAS,
         "a check in every step": {"check_replicas_interval": 1},
         "a replay in every step": _REPLICAS | {"replay_interval": 1},
+        "a ledger, in a step without hashes": _REPLICAS | {"ledger": True},  # --ledger interval: 20
         "a ledger with hashes of every step": _REPLICAS | {"ledger": True, "ledger_interval": 1},
     },
     "reproducible": {"ordinary": {}, "one block": _BLOCKED | {"reproducible_blocks": 1}, "blocks": _BLOCKED},
