@@ -19,10 +19,6 @@ from megacore.config import ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert
 from megacore.data.bert.masking import special_tokens
 from megacore.errors import UserError
-from megacore.inference.fill_mask import fill_mask
-from megacore.inference.trained import model_of, tokenizer_of
-from megacore.models.bert import bert_layers
-from megacore.parallel.mesh import select_device
 from megacore.remote import usable
 
 
@@ -37,6 +33,12 @@ def _fill(args: Namespace) -> None:
     trained = section_of(manifest, directory, "model", ResolvedModel)
     if "bert" not in manifest.config:
         raise UserError(f"{directory} holds a GPT, which only predicts the next token: use tools/generate.py")
+    # Torch takes seconds to import: not before the command line and the checkpoint are right.
+    from megacore.inference.fill_mask import fill_mask
+    from megacore.inference.trained import model_of, tokenizer_of
+    from megacore.models.bert import bert_layers
+    from megacore.parallel.mesh import select_device
+
     bert = section_of(manifest, directory, "bert", ResolvedBert)
     config = BertConfig(model=trained, bert=bert, training=TrainingConfig(train_iters=1)).resolve(1)
     model = config.model

@@ -16,23 +16,20 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
-from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
-from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
-from megacore.checkpoint.state import MODEL
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config.dimensions import describe_degrees
 from megacore.errors import CheckpointError
-from megacore.parallel.mesh import ALONE
 from megacore.remote import Location, usable
 from megacore.train.rollback import rollbacks_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXIT_DIFFERENT = 1
 _MOST_SHOWN = 40  # tensors that differ
@@ -54,7 +51,7 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if not (path / MANIFEST_NAME).is_file():
         find_checkpoint(path)  # refuses a directory without any
         return _list(path, verify=args.verify)
-    problem = whole(path, ALONE, archived=True) if args.verify else None
+    problem = _damage(path, archived=True) if args.verify else None
     if problem is not None:
         print(f"damaged: {problem}")
         return [problem]
@@ -64,13 +61,21 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     return []
 
 
+def _damage(directory: Location, *, archived: bool = False) -> str | None:
+    """What is wrong with the files of a checkpoint, of which every byte is read."""
+    from megacore.checkpoint.choose import whole  # torch takes seconds to import, and a listing needs none
+    from megacore.parallel.mesh import ALONE
+
+    return whole(directory, ALONE, archived=archived)
+
+
 # ---- listing
 
 
 def _list(run: Location, *, verify: bool) -> list[str]:
     pointed, rows, problems = pointed_to(run), [], []
     for directory in published(run):
-        problem = whole(directory, ALONE, archived=True) if verify else None  # every byte is read
+        problem = _damage(directory, archived=True) if verify else None
         try:
             manifest = read_manifest(directory)
         except CheckpointError as error:
@@ -102,8 +107,8 @@ def _show(directory: Location, manifest: Manifest) -> None:
     print(f"  random      {manifest.random}")
     files = sorted(manifest.files.items())
     _table(["file", "bytes", "SHA-256"], [[name, f"{entry.bytes:,}", entry.sha256[:16]] for name, entry in files])
-    kinds = sorted(manifest.tensors, key=lambda kind: (kind != MODEL, kind))
-    names = manifest.tensors.get(MODEL, {})
+    kinds = sorted(manifest.tensors, key=lambda kind: (kind != "model", kind))
+    names = manifest.tensors.get("model", {})
     rows = []
     for name, entry in names.items():
         held = [kind for kind in kinds if name in manifest.tensors[kind]]
@@ -125,12 +130,14 @@ def _table(heads: list[str], rows: Iterable[list[str]]) -> None:
 def _compare(first: Location, second: Location) -> Iterator[str]:
     """Prints and yields what differs."""
     for directory in (first, second):
-        if (problem := whole(directory, ALONE)) is not None:
+        if (problem := _damage(directory)) is not None:
             raise CheckpointError(problem)
+    from megacore.checkpoint.load import Reader
+
     manifests = read_manifest(first), read_manifest(second)
     readers = Reader(first, manifests[0]), Reader(second, manifests[1])
     found = {kind for manifest in manifests for kind in manifest.tensors}
-    kinds = sorted(found, key=lambda kind: (kind != MODEL, kind))
+    kinds = sorted(found, key=lambda kind: (kind != "model", kind))
     equal, different = 0, 0
     for kind in kinds:
         tables = [manifest.tensors.get(kind, {}) for manifest in manifests]
@@ -161,6 +168,8 @@ def _compare(first: Location, second: Location) -> Iterator[str]:
 
 def _difference(here: Tensor, there: Tensor) -> str:
     """How two tensors of one shape differ; empty where they have the same bits."""
+    import torch
+
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (here, there)]
     if torch.equal(bits[0], bits[1]):
         return ""

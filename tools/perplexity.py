@@ -12,10 +12,11 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
+from megacore.checkpoint.manifest import find_checkpoint
 from megacore.commands.tool import ToolParser, add_program, run_tool
 from megacore.data.indexed.corpus import check_files, read_chunks
 from megacore.data.indexed.documents import parse
@@ -23,9 +24,10 @@ from megacore.data.indexed.reader import IndexedDataset, int64_tokens
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import UserError
 from megacore.files import replacing
-from megacore.inference.scoring import Scorer, Surprise, context_of, surprises
-from megacore.inference.trained import causal_model
 from megacore.remote import usable
+
+if TYPE_CHECKING:
+    from megacore.inference.scoring import Surprise
 
 Document = tuple[Sequence[int], int]  # tokens, bytes of text
 
@@ -40,15 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: Namespace) -> None:
     if bool(args.input) == bool(args.data_path):
         raise UserError("give texts with --input FILE..., or a dataset with --data-path PREFIX")
-    model = causal_model(usable(args.run), args.tokenizer, args.program)
+    run = find_checkpoint(usable(args.run))
+    check_files(args.input)
+    if args.per_document:
+        _check_output(Path(args.per_document), args.input)
+    # Torch takes seconds to import: not before the command line and the files are right.
+    from megacore.inference.scoring import Scorer, Surprise, context_of, surprises
+    from megacore.inference.trained import causal_model
+
+    model = causal_model(run, args.tokenizer, args.program)
     config, tokenizer = model.config, model.tokenizer
     length = context_of(args.context, config)
     stride = args.stride or max(1, length // 2)
     if stride > length:
         raise UserError(f"--stride {stride} is more than the context of {length} tokens: use {length} or less")
-    check_files(args.input)
-    if args.per_document:
-        _check_output(Path(args.per_document), args.input)
     prefix = _prefix(args.prefix, tokenizer)
     if args.input:
         documents = _texts(args.input, args.text_key, args.text_unit, tokenizer)

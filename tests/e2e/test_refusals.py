@@ -184,8 +184,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
 
 def run_with(inputs: Path, breaking: Break) -> list[str]:
     """Break the inputs; the flags of a run that uses them."""
-    changed = breaking(inputs)
-    changes = changed if isinstance(changed, dict) else {}
+    changes = changed if isinstance(changed := breaking(inputs), dict) else {}
     flags = {"mock_data": None, "data_path": inputs / "data", "output_dir": inputs / "out", **changes}
     return small_run(**flags)
 
@@ -203,8 +202,7 @@ def test_a_broken_input_is_refused(inputs: Path, name: str) -> None:
 
 def test_a_broken_checkpoint_is_refused_where_it_is_loaded(inputs: Path) -> None:
     breaking, expected = BROKEN_INPUTS[LATE]
-    done = alone(*run_with(inputs, breaking), timeout=LIMIT)
-    check_message(done.stderr, expected)
+    check_message((done := alone(*run_with(inputs, breaking), timeout=LIMIT)).stderr, expected)
     assert done.returncode == 2 and only_starts(done.stdout)
 
 
@@ -216,10 +214,15 @@ COLD: dict[str, tuple[Break, str]] = {
 
 @pytest.mark.parametrize(("breaking", "expected"), COLD.values(), ids=COLD)
 def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking: Break, expected: str) -> None:
-    flags = run_with(inputs, breaking)
-    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, PROGRAM, *flags, timeout=LIMIT)
+    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, PROGRAM, *run_with(inputs, breaking), timeout=LIMIT)
     check_message(done.stderr, expected)
     assert done.returncode == 2 and only_starts(done.stdout)
+
+
+@pytest.mark.parametrize("words", ["fill_mask absent x", "inspect_checkpoint absent", "perplexity absent --input x"])
+def test_a_tool_refuses_a_run_that_is_not_there_before_it_loads_torch(words: str) -> None:
+    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, *f"tools/{words}".replace(" ", ".py ", 1).split())
+    assert done.returncode == 2 and "absent holds no checkpoint" in done.stderr
 
 
 def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
