@@ -117,13 +117,15 @@ def parse_config(
     flags, file, config = sources.flags, sources.file, sources.config()
     found = [*flags.problems, *_without_value(flags, config, file.unread)]  # what every rank finds wrong
     spares, started = 0 if planned else config.watch.spares, process.world_size
-    if spares < started:
-        process = replace(process, world_size=started - spares)
-    else:
-        given, most = (flag_and_value("spare_ranks", number) for number in (spares, started - 1))
+    if spares >= started:
+        # So many are proposed that the given degrees fit: what else is wrong is found for these.
+        most = max(started - degrees_product(config), 0)
+        given, use = (flag_and_value("spare_ranks", number) for number in (spares, most))
         found.append(
-            f"{given} leaves none of {counted(started, 'process', 'processes')} to train: use {most}, or start more"
+            f"{given} leaves none of {counted(started, 'process', 'processes')} to train: use {use}, or start more"
         )
+        spares = most
+    process = replace(process, world_size=started - spares)
     if not process.problems:
         file_unread = set(all_fields(config_class)) if "config" in flags.unread else file.unread
         validation = Validation(
@@ -272,7 +274,8 @@ def _sources(
         problems=problems,
         notes=notes,
     )
-    others.translate(flags, file.values, sources.config, world_size)
+    spares = 0 if is_planned else sources.config().watch.spares  # which have no part of a batch
+    others.translate(flags, file.values, sources.config, max(world_size - spares, 1))
     if not flags.by_optimizer:
         return sources
     chosen = sources.config().optimizer.optimizer  # now it is known which
