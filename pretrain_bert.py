@@ -19,7 +19,7 @@ if __name__ == "__main__":
     announce()
 
 from megacore.commands.dry_run import dry_run, is_dry_run
-from megacore.commands.pretrain_bert import read_config, train
+from megacore.commands.pretrain_bert import datasets, read_config, train
 from megacore.config.bert import ResolvedBertConfig
 from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     if is_dry_run(argv):
         return dry_run(argv, "pretrain_bert.py")
     config = read_config(argv, prog="pretrain_bert.py")
-    status = survival().keep(config, _launched)
+    status = survival().keep(config, _launched, datasets)
     return _launched(config) if status is None else status
 
 

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     announce()
 
 from megacore.commands.dry_run import dry_run, is_dry_run
-from megacore.commands.pretrain_gpt import read_config, train
+from megacore.commands.pretrain_gpt import datasets, read_config, train
 from megacore.config import ResolvedConfig
 from megacore.train.starting import set_torch_defaults
 from megacore.train.stopping import prepare_signals
@@ -53,7 +53,7 @@ def main(argv: list[str], *, program: Program | None = None, prog: str = "pretra
         return dry_run(argv, "pretrain_gpt.py")
     config = read_config(argv, prog=prog)
     launched = partial(_launched, program=program or train)
-    status = survival().keep(config, launched)
+    status = survival().keep(config, launched, datasets)
     return launched(config) if status is None else status
 
 

@@ -10,7 +10,7 @@ from megacore.checkpoint.check import check_load, samples_of_run, settings_to_co
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
-from megacore.data.gpt.build import vocabulary_size
+from megacore.data.gpt.build import Datasets, vocabulary_size
 from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.train.planning import check_memory
@@ -47,5 +47,10 @@ def trainer_of(config: ResolvedBertConfig, mesh: Mesh) -> Trainer:
     from megacore.train.bert_task import BertTask
     from megacore.train.trainer import Trainer
 
-    train_data, valid_data = build_bert_datasets(config, train_samples=samples_of_run(config))
+    train_data, valid_data = datasets(config)
     return Trainer(config, mesh, BertTask(config, mesh), train_data, valid_data, callbacks=range_test(config))
+
+
+def datasets(config: ResolvedBertConfig) -> Datasets:
+    """What a run trains on, and is evaluated with."""
+    return build_bert_datasets(config, train_samples=samples_of_run(config))

@@ -11,7 +11,7 @@ from megacore.checkpoint.check import check_load, samples_of_run, settings_to_co
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
-from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
+from megacore.data.gpt.build import Datasets, build_datasets, check_inputs, vocabulary_size
 from megacore.parallel.processors import computes_on_cpu
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.remote import location
@@ -84,5 +84,10 @@ def trainer_of(
             RandomWeights(config.model, seed=config.training.seed),
         )
     task = GPTTask(config, mesh, weights=weights, products=products or TORCH, layers=layers or gpt_layers)
-    train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
+    train_data, valid_data = datasets(config)
     return Trainer(config, mesh, task, train_data, valid_data, callbacks=[*range_test(config), *callbacks])
+
+
+def datasets(config: ResolvedConfig) -> Datasets:
+    """What a run trains on, and is evaluated with."""
+    return build_datasets(config, train_samples=samples_of_run(config))

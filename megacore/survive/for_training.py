@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore import has_ring
@@ -44,7 +45,7 @@ class _Survival(Survival):
         if config.watch.retune and not has_ring("plan"):
             raise ConfigError(["--retune needs megacore/plan, which is not installed: leave it out"])
 
-    def keep(self, config: C, train: Callable[[C], int]) -> int | None:
+    def keep(self, config: C, train: Callable[[C], int], read_data: Callable[[C], object]) -> int | None:
         if not config.watch.survive:
             return None
         begun = time.monotonic()
@@ -66,7 +67,7 @@ class _Survival(Survival):
         degrees = {*degree_fields(), "ep", "etp"}
         own = {**vars(config.training), **vars(config.parallel)}
         fixed = {name: value for name, value in typed.items() if name in own.keys() - degrees and own[name] == value}
-        keeper: Keeper = keeper_module.Keeper(config, trained, fixed)
+        keeper: Keeper = keeper_module.Keeper(config, trained, fixed, partial(read_data, config))
         status: int = keeper.run()
         return status
 

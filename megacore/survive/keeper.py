@@ -115,10 +115,13 @@ class Child:
 
 class Keeper:
     """Keeps this process's part of a run. `train`: what a child does with a plan, and the number of the generation;
-    returns its exit status. `fixed`: values that stay whatever the layout is, by field."""
+    returns its exit status. `fixed`: values that stay whatever the layout is, by field. `read_data`: builds the indexes
+    of the data, which a spare needs once it trains."""
 
-    def __init__(self, config: ResolvedConfig, train: Train, fixed: Mapping[str, Any]) -> None:
-        self._config, self._train, self.fixed = config, train, fixed
+    def __init__(
+        self, config: ResolvedConfig, train: Train, fixed: Mapping[str, Any], read_data: Callable[[], object]
+    ) -> None:
+        self._config, self._train, self.fixed, self._read_data = config, train, fixed, read_data
         self._checkpoints = location(config.checkpoint_dir)
         for name in ("torch._dynamo", *(f"megacore.{name}" for name in _LOADED if has_ring(name.partition(".")[0]))):
             importlib.import_module(name)
@@ -126,6 +129,7 @@ class Keeper:
         self.memory = NodeMemory(os.environ, config.training.output_dir, int(os.environ.get("RANK", "0")))
         self._meeting = Meeting(self.memory.node)
         self._child: Child | None = None
+        self._reader: Child | None = None  # of a spare, that reads the data's indexes
         self.signal = 0  # that asks the run to end
         self._known: dict[int, Presence] = {}  # the keepers as they came last
         self._layouts: dict[int, dict[str, Any] | None] = {}  # that were chosen, by the most ranks
@@ -375,7 +379,12 @@ class Keeper:
                 while child.look() is None:
                     self._pause()
                 with os.fdopen(reader, "rb") as said:
-                    found = next(map(json.loads, reversed(said.read().splitlines())), found)
+                    lines = said.read().splitlines()
+                if lines:
+                    found = json.loads(lines[-1])
+                elif found is not None:
+                    how = child.failure() or "found no layout"
+                    _say(f"the planner {how}: what is left splits the model as before, as far as it can")
             self._layouts[ranks] = found
         return self._layouts[ranks]
 
@@ -436,6 +445,8 @@ class Keeper:
                 self._pass_on(self.signal, None)
         elif meeting.rank not in plan.present and self._lacks(plan):
             meeting.end(generation, f"rank {meeting.rank} is back")
+        elif self._reader is None:  # into the cache of this node, before a failure waits for it
+            self._reader = Child(self._forked(self._read_ahead))
         # Each watches the one before it: of several that are lost together, one is missed.
         others = [rank for rank in plan.members if rank != meeting.rank]
         watched = [rank for rank in others if rank < meeting.rank][-1:] or others[-1:]
@@ -444,6 +455,8 @@ class Keeper:
         while True:
             self._pause()
             now, is_over = time.monotonic(), False
+            if self._reader is not None:
+                self._reader.look()
             if child is not None and not has_ended and (ended := child.look()) is not None:
                 has_ended = True
                 # Whether a signal has ended it before training handled that.
@@ -507,6 +520,10 @@ class Keeper:
             traceback.print_exc()
         finally:
             os._exit(status)
+
+    def _read_ahead(self) -> None:
+        with contextlib.suppress(Exception):  # whoever trains says what is wrong with the data
+            self._read_data()
 
     def _become(self, plan: Plan, generation: int) -> None:
         """Train, in the child."""

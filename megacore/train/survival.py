@@ -28,9 +28,10 @@ class Survival:
         if config.watch.survive:
             raise ConfigError(["--survive needs megacore/survive, which is not installed: leave it out"])
 
-    def keep(self, config: C, train: Callable[[C], int]) -> int | None:
+    def keep(self, config: C, train: Callable[[C], int], read_data: Callable[[C], object]) -> int | None:
         """Start the training in a child of this process, again after each failure that can be survived; the exit status
-        of the run, or None: this process is to train by itself."""
+        of the run, or None: this process is to train by itself. `read_data`: builds the indexes of the data, which a
+        spare process does before it has to train."""
         return None
 
     @property
