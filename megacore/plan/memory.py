@@ -264,10 +264,30 @@ def surviving_bytes(config: ResolvedConfig, on_rank: RankStages, moments: float)
     Together the ranks of a stage have each element once."""
     if not config.watch.survive:
         return 0.0
-    parameters, experts = on_rank.parameters, on_rank.experts
+    parameters, experts, copied = on_rank.parameters, on_rank.experts, _copied(on_rank)
+    if config.lora.lora_rank is not None:
+        parameters, experts, copied = _adapters(config, on_rank), 0, 0  # frozen weights are in no checkpoint
     replicas = ranks_of_role("replicas", config.parallel)
-    part = (parameters - experts) / replicas + experts / expert_copies(config.parallel)
+    part = (parameters - experts - copied) / replicas + experts / expert_copies(config.parallel)
     return 2 * part * (4.0 + moments / max(updated_parameters(parameters, config, experts=experts), 1))
+
+
+def _copied(on_rank: RankStages) -> int:
+    """Parameters of a rank that are copies of those of another stage, which alone writes them."""
+    layers = {layer.name: layer for chunk in on_rank.chunks for layer in chunk}
+    copies = {
+        owner: layer.shared
+        for layer in layers.values()
+        for owner in layer.tied.values()
+        if not any(owner.startswith(f"{name}.") for name in layers)
+    }
+    return sum(copies.values())
+
+
+def _adapters(config: ResolvedConfig, on_rank: RankStages) -> int:
+    """Parameters of LoRA's adapters on a rank."""
+    blocks = [layer.block for chunk in on_rank.chunks for layer in chunk if layer.block is not None]
+    return sum(adapter_parameters(config.lora, block, config.parallel.tp) for block in blocks)
 
 
 def _state_of(
@@ -275,8 +295,7 @@ def _state_of(
 ) -> tuple[dict[str, float], float]:
     """Bytes of state by kind, and how many of them are the optimizer's without master weights."""
     if config.lora.lora_rank is not None:
-        blocks = [layer.block for chunk in on_rank.chunks for layer in chunk if layer.block is not None]
-        learn = sum(adapter_parameters(config.lora, block, config.parallel.tp) for block in blocks)
+        learn = _adapters(config, on_rank)
         frozen = state_bytes(on_rank.parameters, config, experts=on_rank.experts)["params"]
         state = state_bytes(learn, config)
         moments = updated_parameters(learn, config) * config.kept_per_parameter
@@ -376,6 +395,16 @@ def held_on_host(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks
         return sum(count * (rank.on_host + others * rank.host.get(COPIES, 0.0)) for count, rank in parts)
 
     return max(map(held, nodes))
+
+
+def held_after_loss(config: ResolvedConfig, ranks: Sequence[RankMemory], node_ranks: int) -> float:
+    """Bytes of copies of --survive in the memory of a node while a run continues without one of its nodes: the whole
+    step that it continues from, and the first that it keeps, of which each node has its part and that of the node
+    before; 0 where there is one node. Arguments as for `held_on_host`."""
+    world, of_stage = config.parallel.ranks, config.parallel.ranks // len(ranks)
+    left = -(-world // node_ranks) - 1
+    whole = sum(rank.host.get(COPIES, 0.0) for rank in ranks) * of_stage / 2
+    return whole * (1 + min(2, left) / left) if left else 0.0
 
 
 def uses_host(config: ResolvedConfig) -> bool:

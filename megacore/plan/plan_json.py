@@ -25,7 +25,7 @@ from megacore.config.spelling import flag_and_value
 from megacore.models.flops import idle_parameters
 from megacore.models.outline import ModelLayer
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import RankMemory, held_on_host, uses_host
+from megacore.plan.memory import RankMemory, held_after_loss, held_on_host, uses_host
 from megacore.plan.planner import Origin, by_formula, usable_host_bytes
 from megacore.plan.state import whole_parameters
 
@@ -155,8 +155,10 @@ def node_host_json(config: ResolvedConfig, memory: Sequence[RankMemory], cluster
     """
     if not uses_host(config):
         return {}
-    size = held_on_host(config, memory, cluster.device.node_ranks)
-    return {"node_host_bytes": size, "node_host": asdict(by_formula(size, low=size))}
+    node_ranks = cluster.device.node_ranks
+    size, lost = held_on_host(config, memory, node_ranks), held_after_loss(config, memory, node_ranks)
+    after = {"node_host_after_loss": asdict(by_formula(lost, low=lost))} if lost else {}
+    return {"node_host_bytes": size, "node_host": asdict(by_formula(size, low=size)), **after}
 
 
 def layout_json(config: ResolvedConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megacore.config.parallel import StagesThatFit
 from megacore.models.flops import Attention
 from megacore.models.size import vocabulary_rows
 from megacore.plan.checked import checked_line, checked_steps
-from megacore.plan.memory import GIB, RankMemory
+from megacore.plan.memory import GIB, RankMemory, held_after_loss
 from megacore.plan.plan_json import (
     REPORT,
     cluster_json,
@@ -141,9 +141,12 @@ def _on_host(plan: Plan, unit: SizeUnit) -> str:
     held, node = unit.text(plan.on_host), min(plan.cluster.device.node_ranks, plan.config.parallel.ranks)
     ranks = f"The {counted(node, 'rank')} of a node" if node > 1 else "A node"
     verb = "have" if node > 1 else "has"
-    if plan.host_capacity is None:
-        return f"{ranks} {verb} {held} there, and no limit is checked: {plan.cluster.name} has no host_memory_gb."
-    return f"{ranks} {verb} {held} there, of {unit.text(plan.host_capacity)} usable."
+    lost = held_after_loss(plan.config, plan.memory, plan.cluster.device.node_ranks)
+    after = f" While a run goes on without a lost node, {unit.text(lost)} are copies of the state." if lost else ""
+    limit = f", and no limit is checked: {plan.cluster.name} has no host_memory_gb"
+    if plan.host_capacity is not None:
+        limit = f", of {unit.text(plan.host_capacity)} usable"
+    return f"{ranks} {verb} {held} there{limit}.{after}"
 
 
 def _verdict(plan: Plan, unit: SizeUnit) -> Iterator[str]:

@@ -42,12 +42,14 @@ class PeerCopies:
         self._host, self._to = host, peer_of(host.rank, nodes)
         self._sources = [rank for rank in host.ranks if peer_of(rank, nodes) == host.rank]
         self.rooms: dict[Path, mmap.mmap] = {}  # of what they send
+        self.step = 0  # bytes of a step, of all ranks
         self._threads = ThreadPoolExecutor(1)
         self._arrival: Future[None] | None = None
 
     def expected(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """The files that others send into each slot, with their bytes; all ranks call this. `sizes`: of this rank's."""
         everyone = all_gather_objects(dict(sizes), self._host)
+        self.step = sum(sum(one.values()) for one in everyone)
         return dict(chain.from_iterable(everyone[source].items() for source in self._sources))
 
     def start(self, slot: Path, record: bytes, files: Mapping[str, mmap.mmap]) -> None:

@@ -62,7 +62,7 @@ class StateInMemory(Callback):
         rank = trainer.mesh.world.rank
         self._is_first_of_node = nodes.index(nodes[rank]) == rank
         self._peers = PeerCopies(host_group(trainer.mesh, trainer.config.parallel), nodes) if max(nodes) else None
-        self._trainer, self._interval, self._written = trainer, interval, 0
+        self._trainer, self._interval, self._written, self._nodes = trainer, interval, 0, max(nodes) + 1
         self._memory, self._generation = directory, generation
         self._slots = [directory / f"g{generation}" / f"slot-{number}" for number in range(SLOTS)]
         self._files: list[dict[str, mmap.mmap]] = [{} for _ in range(SLOTS)]
@@ -109,9 +109,7 @@ class StateInMemory(Callback):
                 self._has_room = False
                 return
             if number == 0:
-                parts = 1 if self._peers is None else 2  # its own, and about as much of another rank
-                size = parts * SLOTS * sum(map(len, self._files[0].values())) / 2**20
-                self._trainer.say(f"  {'survive':<10}keeps two steps in {self._memory}, MiB of rank 0: {size:,.1f}")
+                self._say_what_is_held()
         for block, target in zip(blocks, targets, strict=True):
             target.copy_(block.tensor)
         digests = {name: xxhash.xxh3_128(memory).hexdigest() for name, memory in self._files[number].items()}
@@ -136,6 +134,16 @@ class StateInMemory(Callback):
         if self._peers is not None:
             self._peers.start(slot, content, self._files[number])
         self._written += 1
+
+    def _say_what_is_held(self) -> None:
+        held, after = sum(map(len, self._files[0].values())), ""
+        if self._peers is not None:
+            held += sum(map(len, self._peers.rooms.values()))
+            left = self._nodes - 1  # each has the whole step then, its part of the next, and that of the node before
+            lost = self._peers.step * (1 + min(2, left) / left) / 2**20
+            after = f"; of a node after the loss of another: {lost:,.1f}"
+        size = SLOTS * held / 2**20
+        self._trainer.say(f"  {'survive':<10}keeps two steps in {self._memory}, MiB of rank 0: {size:,.1f}{after}")
 
     def _prepare(self, slot: Path, number: int, blocks: list[Block]) -> list[Tensor] | None:
         """Make the files of a slot, with room in memory, and find where each block goes; all ranks call this. Where a

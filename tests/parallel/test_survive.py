@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 import shutil
 import signal
 import time
@@ -17,8 +18,10 @@ import pytest
 from megacore.checkpoint.storage import LocalRun
 from megacore.errors import StorageError
 from megacore.files import replace_bytes
+from megacore.models.outline import outline
 from megacore.parallel.collectives import all_gather_objects, barrier
 from megacore.parallel.mesh import build_mesh
+from megacore.plan.memory import held_after_loss, held_on_host, plan_memory
 from megacore.survive import peers, writer
 from megacore.survive.copies import Inventory, NodeMemory, Slot, make_room, newest, publish_parts, save_parts
 from megacore.survive.peers import complete
@@ -132,9 +135,11 @@ def test_a_rank_without_anything_to_write_keeps_step_with_the_others(tmp_path: P
 
 def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     """A node, which is a directory here, has its parts and those of the node before it; one without any gets all."""
-    trainer, memory = begun(rank, (1, 1, world_size), directory, f"/{nodes[rank]}", zero_stage=3)
-    mesh = trainer.mesh
+    trainer, memory = begun(rank, (1, 1, world_size), directory, f"/{nodes[rank]}", zero_stage=3, survive=True)
+    mesh, said = trainer.mesh, list[str]()
+    setattr(trainer, "say", said.append)  # noqa: B010
     state = StateInMemory(trainer, memory.path, 0, 1, nodes)
+    state.on_step_begin(trainer, 0)
     trainer.train_step(next(trainer.batches))
     expected = whole_state(trainer, mesh)
     barrier(mesh.world)
@@ -150,7 +155,14 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     everywhere, last = list(dict(found).values()), max(nodes)
     for number, inventory in enumerate(everywhere):
         own = [r for r, node in enumerate(nodes) if node in (number, (number - 1) % (last + 1))]
-        assert [part for slot in inventory.slots for part in slot.parts] == own
+        assert [slot.parts for slot in inventory.slots] == [own, own]
+    if nodes == [0, 0, 1, 1]:  # what is planned is held, and said
+        ranks = plan_memory(trainer.config, outline(trainer.config), on_cpu=False)
+        held = sum(path.stat().st_size for path in memory.path.rglob("*.safetensors"))
+        assert held == pytest.approx(held_on_host(trainer.config, ranks, 2), rel=0.03)
+        *_, of_rank, lost = (float(number) * 2**20 for number in re.findall(r"\d+\.\d+", said[-1]))
+        assert of_rank == pytest.approx(held / 2, rel=0.1)
+        assert lost == pytest.approx(held_after_loss(trainer.config, ranks, 2), rel=0.1)
     assert newest(everywhere[1:])[0] is not None  # one node is lost
     slot, parts, _ = newest([*everywhere[:-1], Inventory(slots=[], problems=[], free=1 << 30)])
     assert slot is not None and not parts[-1]
