@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 import shutil
 import signal
 import time
@@ -57,8 +56,12 @@ def save(slot: Path, parts: Sequence[Sequence[int]], run: Path, number: int) -> 
     return run / f"step_{number:08d}"
 
 
+# Of two tensors, so that a rank has nothing to write.
+FEW: Any = {"lora_rank": 4, "lora_targets": "qkv_proj", "num_layers": 1, "optimizer": "sgd", "sgd_momentum": 0.0}
+FEW |= {"global_batch_size": 6}
 SLOW = [((1, 2, 2), {"zero_stage": 1}), ((4, 1, 1), {}), ((1, 1, 4), {"zero_stage": 2, "zero_shard_size": 2})]
-LAYOUTS = [((2, 1, 2), {"zero_stage": 3}), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+LAYOUTS: list[Any] = [((2, 1, 2), {"zero_stage": 3}), ((1, 1, 3), FEW)]
+LAYOUTS += [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW]
 
 
 def write(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
@@ -73,9 +76,11 @@ def write(rank: int, world_size: int, layout: Layout, directory: str, changes: d
         found, problems = found_in(memory)
         assert found is not None and (found.step, problems) == (3, [])
         parts = [[0], list(range(1, world_size))]
-        assert_equal(stored(save(memory.path / found.name, parts, Path(directory), 3)), expected)
+        saved = stored(save(memory.path / found.name, parts, Path(directory), 3))
+        if changes != FEW:  # which has fewer kinds
+            assert_equal(saved, expected)
         for step, slot in ((2, "g0/slot-0"), (0, "g0/slot-1")):
-            damaged = sorted((memory.path / slot).glob("exp_avg-*"))[-1]
+            damaged = sorted((memory.path / slot).glob("model-*"))[-1]
             content = bytearray(damaged.read_bytes())
             content[-7] ^= 1 << 3
             damaged.write_bytes(content)
@@ -118,21 +123,6 @@ def test_a_recovery_without_room_for_copies_goes_on(may_go: bool, tmp_path: Path
     run_distributed(partial(crowd, may_go=may_go), 2, str(tmp_path))
 
 
-def repeat(rank: int, world_size: int, directory: str) -> None:
-    """Keep a state of two tensors so often that both slots are used again."""
-    changes: dict[str, Any] = {"lora_rank": 4, "lora_targets": "qkv_proj", "num_layers": 1, "sgd_momentum": 0.0}
-    trainer, memory = begun(rank, (1, 1, world_size), directory, global_batch_size=6, optimizer="sgd", **changes)
-    state = StateInMemory(trainer, memory.path, 0, 1, [0] * world_size)
-    for step in range(1, 5):
-        state.on_step_begin(trainer, step)
-    barrier(trainer.mesh.world)
-    memory.leave()
-
-
-def test_a_rank_without_anything_to_write_keeps_step_with_the_others(tmp_path: Path) -> None:
-    run_distributed(repeat, 3, str(tmp_path))
-
-
 def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
     """A node, which is a directory here, has its parts and those of the node before it; one without any gets all."""
     trainer, memory = begun(rank, (1, 1, world_size), directory, f"/{nodes[rank]}", zero_stage=3, survive=True)
@@ -160,9 +150,9 @@ def share(rank: int, world_size: int, nodes: list[int], directory: str) -> None:
         ranks = plan_memory(trainer.config, outline(trainer.config), on_cpu=False)
         held = sum(path.stat().st_size for path in memory.path.rglob("*.safetensors"))
         assert held == pytest.approx(held_on_host(trainer.config, ranks, 2), rel=0.03)
-        *_, of_rank, lost = (float(number) * 2**20 for number in re.findall(r"\d+\.\d+", said[-1]))
-        assert of_rank == pytest.approx(held / 2, rel=0.1)
-        assert lost == pytest.approx(held_after_loss(trainer.config, ranks, 2), rel=0.1)
+        lost = held_after_loss(trainer.config, ranks, 2) / 2**20
+        assert float(said[-1].rpartition(" ")[2]) == pytest.approx(lost, rel=0.1)
+        barrier(mesh.world)
     assert newest(everywhere[1:])[0] is not None  # one node is lost
     slot, parts, _ = newest([*everywhere[:-1], Inventory(slots=[], problems=[], free=1 << 30)])
     assert slot is not None and not parts[-1]
