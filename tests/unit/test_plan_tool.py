@@ -263,8 +263,7 @@ def test_the_copies_of_survive_are_in_host_memory(dp: int, nodes: int, capsys: p
     of_rank = 2 * 12 * plan["parameters"]["value"] / dp
     assert plan["memory"][0]["host_bytes"] == {"copies of --survive": pytest.approx(of_rank, rel=0.001)}  # padding
     assert plan["node_host_bytes"] == pytest.approx(8 * nodes * of_rank, rel=0.001)
-    after = plan["node_host_after_loss"]["value"] if nodes > 1 else 16 * of_rank  # on the node that is left
-    assert after == pytest.approx(16 * of_rank, rel=0.001)
+    assert nodes == 1 or plan["node_host_after_loss"]["value"] == pytest.approx(16 * of_rank, rel=0.001)
     assert plan["peak_bytes"] == without["peak_bytes"] and "node_host_bytes" not in without
 
 
