@@ -68,6 +68,8 @@ class TrainingConfig(Section):
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
+    cuda_graphs: bool = False
+    """Captures forward and backward of blocks and launches each as one, where the host is slower than the GPU."""
     compile: bool = False
     """Compiles blocks and loss with torch.compile. The first step takes a minute or more. With --loss-chunks 2 or more
     the loss is not compiled."""

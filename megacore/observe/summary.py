@@ -21,6 +21,7 @@ from megacore.models.size import active_parameters, block_parameters
 from megacore.models.spec import LayerSpec
 from megacore.observe.lines import mebibytes, summary_line
 from megacore.observe.provenance import provenance_of
+from megacore.parallel.graphs import has_graphs
 from megacore.parallel.mesh import may_share_memory
 from megacore.pipeline.partition import stage_ranges
 from megacore.train.task import DTYPES
@@ -104,6 +105,7 @@ def announcement(trainer: Trainer, train_data: SampleDataset, valid_data: Sample
             else []
         ),
         *([("loss", f"logits in {chunks} chunks of the tokens")] if (chunks := loss_chunks(config)) > 1 else []),
+        *([("cuda graphs", _graphs(mesh.device))] if training.cuda_graphs else []),
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
         ("figures", f"TFLOP/s and MFU count {CONVENTION}{metrics.about_mfu()}"),
@@ -118,6 +120,12 @@ def _async_tp(device: torch.device) -> str:
     """How the ranks exchange what they multiply meanwhile."""
     way = "symmetric memory" if may_share_memory(device) else f"messages: {device.type} has no symmetric memory"
     return f"linear layers multiply while pieces travel, by {way}"
+
+
+def _graphs(device: torch.device) -> str:
+    """How captured blocks run."""
+    without = f"operators one by one, as they were recorded: {device.type} has none"
+    return "forward and backward of a block are a launch each" if has_graphs(device) else without
 
 
 def _packed(config: ResolvedConfig, packing: Packing | None) -> str:

@@ -65,6 +65,10 @@ class ShardSpec:
 class GradientAccumulator(Protocol):
     """The sum of a weight's gradients over a step, to which a product or a look-up may add its result directly."""
 
+    @property
+    def discards(self) -> bool:
+        """Whether gradients are dropped now, and not added."""
+
     def buffer(self) -> tuple[Tensor, bool]:
         """The sum, fp32, of the weight's shape, for a product; and whether it holds terms already."""
 

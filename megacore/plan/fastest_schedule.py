@@ -44,7 +44,8 @@ def schedules_by_time(
     config = config.for_device(on_cpu=cluster.on_cpu)
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
         return [ONE_FORWARD_ONE_BACKWARD]
-    splits = config.training.recompute != "full" and not config.parallel.async_tp
+    whole = config.parallel.async_tp or config.training.cuda_graphs  # a backward is one piece
+    splits = config.training.recompute != "full" and not whole
     others = [ScheduleChoice("zero-bubble")] if splits else []
     if config.parallel.pipeline_layout is None:
         possible = [v for v in VIRTUAL_STAGES if config.parallel.pp * v <= config.model.num_layers]

@@ -39,7 +39,10 @@ TUNED = (
 )
 """Fields of the settings that are chosen."""
 # Without which more layouts are valid, each with its value there (ResolvedConfig.with_degrees).
-_DROPPED = {"async_tp": False, "zero_shard_size": None, "cp_comm": "auto", "distribute_saved_activations": False}
+_DROPPED = {
+    **{"async_tp": False, "cuda_graphs": False, "distribute_saved_activations": False},
+    **{"zero_shard_size": None, "cp_comm": "auto"},
+}
 _STAYS = ("zero_stage", "offload_optimizer", "micro_batch_size", "recompute", "recompute_num_layers")
 # Standard deviations of logarithms: of the constants (row_fit.CONSTANTS), as of a machine that nobody has measured; of
 # measured steps; and of what settings take longer that is theirs alone.

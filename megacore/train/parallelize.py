@@ -23,6 +23,7 @@ from megacore.optim.optimizers import has_one_pass
 from megacore.parallel import async_tp, fp8
 from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
+from megacore.parallel.graphs import Graphed, graphs_of
 from megacore.parallel.mesh import ALONE, Holders, Mesh
 from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
@@ -117,6 +118,7 @@ def _layers(
     recomputed = recomputed_blocks(chunk.specs, config)
     # A plan counts no gain of it, and no messages that GPUs with symmetric memory do not send.
     way = async_tp.way_of(mesh) if config.parallel.async_tp and mesh.backend != "fake" else None
+    graph = graphs_of(mesh.device) if training.cuda_graphs else None
     kept = blocks if offload is not None else recomputed if training.distribute_saved_activations else []
     # Built: split over the layer group as it is made.
     for index, layer in enumerate(chunk.build_layers()):
@@ -148,6 +150,9 @@ def _layers(
         if index in kept:
             group = mesh.layer if training.distribute_saved_activations and index in recomputed else ALONE
             chunk.layers[index] = Kept(chunk.layers[index], offload, group=group, is_first=index == blocks[0])
+        # Captured with what is computed again. What lies with the head gets more than hidden states.
+        if graph is not None and index in blocks and not chunk.specs[index].with_head:
+            chunk.layers[index] = Graphed(chunk.layers[index], graph)
         # Sharded last, by who takes it: its values move into buckets in the precision of training.
         yield chunk.layers[index]
 

@@ -578,9 +578,14 @@ class _Inlet:
         if not self._is_discarded(gradient):
             self.bucket.add(self._member, gradient)
 
+    @property
+    def discards(self) -> bool:
+        observer = self._data_parallel._observer
+        return observer is not None and observer.discards
+
     def buffer(self) -> tuple[Tensor, bool]:
-        observer, held = self._data_parallel._observer, self.dropped is not None
-        if observer is None or not observer.discards:
+        held = self.dropped is not None
+        if not self.discards:
             return self.bucket.sum_of(self._member)
         if self.dropped is None:
             dtype = self.bucket.options.sum_dtype

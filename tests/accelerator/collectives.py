@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from megacore.parallel.graphs import Recorded
 from tests.accelerator.device import caller, library
 from tests.accelerator.order import Call, Message, Order
 
@@ -47,7 +49,8 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Put what the current stream does from now on behind this call and those before it."""
-        self._communicator.finish(self.tick)
+        with _disable_current_modes():  # gloo may copy now
+            self._communicator.finish(self.tick)
         library().pretend_stream_waits(self._communicator.timeline, self.tick)
         if self._waits_on_host:
             library().pretend_count_sync(b"a barrier")
@@ -137,6 +140,8 @@ class Communicator(_ProcessGroup):
         library().pretend_host_waits(self.timeline, last)
 
     def _start(self, call: Call, reads: Tensors, writes: Tensors, start: Starts, *, waits_on_host: bool) -> Work:
+        if isinstance(graph := _get_current_dispatch_mode(), Recorded):
+            return graph.message(partial(self._start, call, reads, writes, start, waits_on_host=waits_on_host), writes)
         for tensor in (*reads, *writes):
             _check(tensor, call)
         with self._lock:

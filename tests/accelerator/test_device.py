@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacore.parallel.graphs import Recorded
 from tests.accelerator.device import counting, limit_memory, needs_pretend
 from tests.distributed import RankFailed, run_distributed
 
@@ -201,6 +202,10 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
         work.wait()
 
 
+def captured(rank: int, world_size: int, *, compute: Any) -> None:
+    Recorded().capture(partial(compute, torch.ones(4, device="pretend")))
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -214,9 +219,12 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
             r"are in different collectives .*\n.*rank 0 .*: all_reduce\(sum, float32\[4\]\) at .*test_device.py:\d+"
             r".*\n.*rank 1 .*: all_reduce\(sum, float32\[2\]\) at",
         ),
+        (partial(captured, compute=torch.nonzero), r"aten.nonzero.default, for which the host waits"),
+        (partial(captured, compute=torch.Tensor.cpu), r"aten._to_copy.default, for which the host waits"),
+        (partial(captured, compute=torch.bernoulli), r"aten.bernoulli.default, which draws numbers"),
         (different_order_of_transfers, r"wait for each other, which hangs on a device:\n.* send float32\[4\] to rank"),
     ],
-    ids=["no wait", "another stream", "host", "strides", "another device", "collectives", "order"],
+    ids=["no wait", "stream", "host", "strides", "device", "collectives", "size", "copy", "draw", "order"],
 )
 def test_a_planted_fault_is_caught_at_once(fault: Any, said: str) -> None:
     with pytest.raises(RankFailed, match=said):

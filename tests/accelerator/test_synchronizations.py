@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +19,18 @@ from torch import Tensor
 from megacore.config import ParallelConfig
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
-from megacore.errors import DataError, TrainingDiverged
+from megacore.errors import DataError
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.runtime import ActionTimer
 from megacore.pipeline.schedule import Action, Op
 from megacore.plan.memory import plan_memory
-from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
-from megacore.train.step import StepResult, TrainStep
+from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
-from tests.accelerator.device import Counters, counting, needs_pretend
-from tests.accelerator.test_training import TABLES, case_of
+from tests.accelerator.device import counting, needs_pretend
+from tests.accelerator.test_training import TABLES, case_of, steps_of
 from tests.distributed import RankFailed, run_distributed
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
@@ -64,22 +62,6 @@ def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, options: Opti
     make, start = (make_bert_config, make_bert_trainer) if "bert_style" in options else (make_config, make_trainer)
     config: Any = make(layout, output_dir, **DEVICE | options)
     return start(config, mesh or build_mesh(config.parallel))
-
-
-def steps_of(trainer: Trainer) -> list[Counters]:
-    """What every step of a run did after the first, from the end of the one before to its own."""
-    found: list[Counters] = []
-    with ExitStack() as stack:
-
-        class Counting(Callback):
-            def on_step_end(self, run: Run, result: StepResult) -> None:
-                stack.close()
-                found.append(stack.enter_context(counting()))
-
-        trainer.callbacks.members.append(Counting())
-        with suppress(TrainingDiverged):  # where every step is skipped
-            trainer.run()
-    return found[:-1]
 
 
 def bytes_of_a_step(trainer: Trainer) -> int:

@@ -350,6 +350,7 @@ class PlantedSum:
 
     inner: GradientAccumulator
     value: float
+    discards: bool = False
 
     def buffer(self) -> tuple[Tensor, bool]:
         return self.inner.buffer()
