@@ -11,12 +11,12 @@ Changes = dict[str, Any]
 
 def size_of(stages: int, *, reproducible: bool, whole: bool) -> Changes:
     """How long a run is and how deep its model: eight steps and the five blocks of `make_config`; or three steps, one
-    more than the warm-up, and one block more than stages, so that no pp above 1 divides them. Exact sums take longer,
-    and need fewer steps."""
+    more than the warm-up, and one block more than stages, so that no pp above 1 divides them. The last step has a rate
+    as well: a resume takes no other. Exact sums take longer, and need fewer steps."""
     if whole:
         return {"train_iters": 4, "lr_warmup_iters": 1} if reproducible else {"train_iters": 8, "lr_warmup_iters": 2}
     steps = 2 if reproducible else 3
-    return {"num_layers": stages + 1, "train_iters": steps, "lr_warmup_iters": steps - 1}
+    return {"num_layers": stages + 1, "train_iters": steps, "lr_warmup_iters": steps - 1, "lr_decay_iters": 9}
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -396,6 +396,7 @@ class Runner:
             is_where_saved = row.relation.reference == "saved" and words == row.layouts[0]
             try:
                 (BITWISE if is_where_saved else row.relation).compare(one, other)
+                assert differences(one.initial, one.final), "no weight has changed"
             except AssertionError as error:
                 failures.append(f"{row.id}, {words or 'one process'}: {error}")
         assert not failures, "\n".join(failures)

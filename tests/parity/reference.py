@@ -115,7 +115,7 @@ def plain_torch(
 
 def rate(config: ResolvedConfig, step: int) -> float:
     """Linear warm-up, then a cosine to zero."""
-    warmup, last = config.optimizer.lr_warmup_iters, config.training.train_iters
+    warmup, last = config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_iters
     if step < warmup:
         return config.optimizer.lr * step / warmup
     return config.optimizer.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (last - warmup)))
