@@ -328,7 +328,12 @@ class Keeper:
             return Plan(present=sorted(here), members=[], nodes=[], values={}, refused=why, lines=lines)
         members = _members(fit, self._ranks(values), here, shown)
         # Those that train bring the state: what a node without them has is out of reach.
-        source = _source([shown[node] for node in dict.fromkeys(here[rank].node for rank in members)], saved)
+        held = {node: shown[node] for node in dict.fromkeys(here[rank].node for rank in members)}
+        source, whole = (_source(list(held.values()), saved, needs_room=needs) for needs in (True, False))
+        if whole.step > source.step:  # what no node has room for goes over the disk
+            if self._last_on_disk(generation, whole, saved, held, request) is None:
+                return None
+            source = _source(list(held.values()), self._saved(before.serial))
         if not self._is_checked(generation, source, shown):
             return None
         degrees = self._config.with_values(values).parallel.degrees

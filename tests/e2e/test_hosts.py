@@ -226,7 +226,7 @@ def test_a_run_survives_a_cut_cable(tmp_path: Path, hosts: MakeHosts) -> None:
     assert losses(output) == losses_of_one_process(tmp_path / "alone", **{**LASTING, "survive": None})
 
 
-def test_nodes_save_together_what_no_layout_is_left_for(tmp_path: Path, hosts: MakeHosts) -> None:
+def test_nodes_save_together_what_none_has_room_for(tmp_path: Path, hosts: MakeHosts) -> None:
     """Each of those that are left has two of three parts, and no room in memory for the third."""
     network, output, alone = hosts(3), tmp_path / "out", {**LASTING, **ALONE}
     full = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=0)"
@@ -235,12 +235,11 @@ def test_nodes_save_together_what_no_layout_is_left_for(tmp_path: Path, hosts: M
     with network.torchrun(tmp_path / "logs", 1, program, *flags, nodes=range(3)) as jobs:
         jobs[0].wait_for_step(3)
         network[2].kill()
-        assert all_end(jobs[:2]) == [1, 1], said_by(jobs)
-    saved = max(int(path.name[5:]) for path in output.glob("step_????????"))
-    said = f"2 ranks cannot train this model with this batch; --load auto continues from step {saved}\n"
-    assert said in said_by(jobs)
-    continued = losses_of_one_process(output, **alone, load="auto")
-    assert continued == losses_of_one_process(tmp_path / "alone", **alone)
+        until(lambda: recoveries(output) == 1, START, "the run did not continue")
+        with network.torchrun(tmp_path / "back", 1, program, *flags, nodes=range(3), starts=[2]) as back:
+            assert all_end([*jobs[:2], *back]) == [0, 0, 0], said_by([*jobs, *back])
+    assert len(re.findall(r"continue from step \d+ on disk", said_by(jobs))) == 2, said_by(jobs)
+    assert losses(output) == losses_of_one_process(tmp_path / "alone", **alone)
 
 
 def recoveries(output: Path) -> int:
