@@ -167,6 +167,7 @@ def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> 
         {"event": "rollback", "step": 30, "to_step": 20, "reason": "the spike", "skipped_samples": [200, 350]},
         {"event": "launch", "step": 20},
         {"event": "skip", "step": 30, "reason": "of the second time"},
+        *({"event": "launch", "step": 30}, {"event": "recovery", "cause": "rank 1 was ended by SIGKILL"}),
     ]
     parsed = page_of(write(tmp_path / "run", [at(number) for number in range(1, 41)], events))
     (first, last), (left, right) = (10, 550), (52.0, 1140 - 14.0)  # samples; pixels of the loss's chart
@@ -179,13 +180,13 @@ def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> 
         [pixel(200), pixel(350) - pixel(200)], abs=0.06
     )
     assert len(bands) == 4  # in the charts of loss, learning rate, gradient norm and throughput
-    for kind, samples in (("skip", [50, 450]), ("resume", [350])):
+    for kind, samples in (("skip", [50, 450]), ("resume", [350, 450])):
         paths = [a["d"] or "" for tag, a in parsed.tags if tag == "path" and a["class"] == kind]
         assert [float(d[1:].split()[0].split("V")[0]) for d in paths] == pytest.approx(
             list(map(pixel, samples)), abs=0.06
         )
     assert "step 30 rolled back to 20: the spike" in parsed.text and "undone" not in parsed.text
-    assert "2 steps skipped 1 resume, 1 rollback" in parsed.text
+    assert "2 steps skipped 1 failure, 1 resume, 1 rollback" in parsed.text and "rank 1 was ended by" in parsed.text
 
 
 def test_extreme_numbers_are_named_and_left_out(tmp_path: Path) -> None:

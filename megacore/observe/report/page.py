@@ -152,7 +152,8 @@ class _Page:
         tiles += [("throughput", short(quantile(speeds, 0.5)), "tokens/s, median")] if speeds else []
         tiles += [("step", f"{quantile(times, 0.5):.3g} s", "median")] if times else []
         tiles += [("MFU", f"{quantile(mfus, 0.5):.1%}", f"median; {CONVENTION}")] if mfus else []
-        kinds = ("resume", max(len(self.launches) - 1, 0)), ("rollback", rollbacks)
+        failures = len(self.run.events_of("recovery"))
+        kinds = ("failure", failures), ("resume", max(len(self.launches) - 1 - failures, 0)), ("rollback", rollbacks)
         counts = [("step", sum(event["event"] == "skip" for event in self.lasting)), *kinds]
         disturbed = [counted(count, what) + " skipped" * (what == "step") for what, count in counts if count]
         tiles += [("disturbances", disturbed[0], ", ".join(disturbed[1:]))] if disturbed else []
@@ -183,9 +184,7 @@ class _Page:
         return _card("Loss", f'{to_svg(drawn)}<p class="legend">{legend}</p>', note="nats per token", wide=True)
 
     def _marks(self) -> Iterator[Mark]:
-        for launch in self.launches[1:]:
-            text = f"resumed at step {launch.get('step')}, {_layout(launch)}"
-            yield Mark(x=self._x_of_step(launch), style="resume", text=text)
+        yield from self._resumes()
         yield from self._rollbacks()
         of_kind = {kind: [e for e in self.lasting if e["event"] == kind] for kind in ("spike", "skip")}
         spikes = [(self._x_of_step(e), f"step {e.get('step')}: {e.get('reason')}") for e in of_kind["spike"]]
@@ -195,6 +194,17 @@ class _Page:
         for style, found in (("spike", spikes), ("skip", skips)):
             for x, text in found[:: max(1, -(-len(found) // _MOST_MARKS))]:
                 yield Mark(x=x, style=style, text=text[:200])
+
+    def _resumes(self) -> Iterator[Mark]:
+        """The starts but the first; after a failure that --survive has outlived with its cause, whose event is next."""
+        texts = list[str]()
+        for event in self.run.events:
+            if event["event"] == "launch":
+                texts.append(f"resumed at step {event.get('step')}, {_layout(event)}")
+            elif event["event"] == "recovery" and texts:
+                texts[-1] += f": {event.get('cause')}"
+        for launch, text in list(zip(self.launches, texts, strict=True))[1:]:
+            yield Mark(x=self._x_of_step(launch), style="resume", text=text[:200])
 
     def _rollbacks(self) -> Iterator[Mark]:
         for event in self.run.events_of("rollback")[:_MOST_MARKS]:
