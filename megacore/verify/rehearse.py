@@ -16,11 +16,12 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megacore.checkpoint.check import settings_to_continue
 from megacore.commands.dry_run import is_dry_run
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import Config, ResolvedConfig
+from megacore.config import Config, ResolvedConfig, ResolvedPrecision
 from megacore.config.bert import BertConfig
 from megacore.config.checkpoint import StartConfig
 from megacore.config.cli import parse_config, refusal
@@ -130,11 +131,16 @@ def _valid_cut(full: ResolvedConfig, most: int, lacking: tuple[str, ...]) -> Reh
         "virtual_stages": min(parallel.virtual_stages, 2),
         "zero_shard_size": None if parallel.zero_shard_size is None else 2,
     }
+    names = {"rampup": "--rampup-batch-size", "precision": flag_and_value("fp8", full.precision.fp8)}
+    options: list[dict[str, Any]] = [{}, {"rampup": RampupConfig()}]
+    if full.precision.fp8 != "none":  # its tiles may be wider than the narrow model, which stays in 16 bits then
+        options += [{**one, "precision": ResolvedPrecision(precision="bf16")} for one in options]
     for degrees in _layouts(parallel, most):
         small = _small(full.with_degrees({**degrees, **small_ones}), lacking)
-        without_ramp = replace(small, rampup=RampupConfig())
-        for candidate, lost in ((small, ()), (without_ramp, ("--rampup-batch-size",))):
+        for changes in options:
+            candidate = replace(small, **changes)
             if not (found := violations(candidate, candidate.parallel.ranks)):
+                lost = (text for section, text in names.items() if section in changes)
                 left_out = (*_left_out(full, candidate), *lost)
                 return Rehearsal(full=full, cut=candidate, lacking=lacking, left_out=left_out)
             problems = problems or found

@@ -124,10 +124,10 @@ def test_a_rehearsal_names_what_its_degrees_switch_off(
     most: int, kept: str, unchecked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda words, **options: subprocess.CompletedProcess(words, 0))
-    shape = "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data"
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data --fp8"
     degrees = "--pp 2 --tp 2 --dp 2 --schedule interleaved --virtual-stages 2 --sequence-parallel --zero-stage 1"
     tracker = "--wandb-project p --wandb-exp-name 8b --wandb-mode offline"
     words = f"{shape} {degrees} {tracker} --global-batch-size 8 --train-iters 9 --rehearse={most}"
     assert rehearse(words.split(), "pretrain_gpt.py") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}, --wandb-project p")
+    assert f"kept: {kept} " in said and said.endswith(f" {unchecked}, --wandb-project p, --fp8 blockwise")
