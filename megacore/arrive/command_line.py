@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megacore.arrive import megatron_script
@@ -30,6 +34,11 @@ _FILE = FieldInfo(
     "Default: no file.",
 )
 _OF_SEVERAL = {"a Megatron-LM flag": "Megatron-LM flags", "without it,": "without them,", "leave it": "leave them"}
+
+
+@functools.cache
+def _names() -> Mapping[str, str]:
+    return tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 
 
 def _with_way(why: str) -> str:
@@ -71,6 +80,11 @@ class _Known(OtherTrainers):
         if flag in NOT_YET:
             return f"a {_MEGATRON} flag that megacore does not support: {_with_way(NOT_YET[flag])}"
         return None
+
+    def name_of(self, flag: str, words: Sequence[str]) -> str | None:
+        value = " ".join(words)
+        ours = _names().get(f"{flag} {value}", _names().get(flag))
+        return re.sub(r"\bX\b", lambda _: value or "X", ours) if ours else None
 
     def refusal(self, flags: Sequence[str], advice: str) -> str:
         if len(flags) == 1:

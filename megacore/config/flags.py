@@ -21,12 +21,10 @@ from megacore.config.numbers import is_number, nearest_ints, parse_float, parse_
 from megacore.config.optimizers import sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.schema import Config, section_of, sections_of
-from megacore.config.spelling import PARAMETERS, flag_and_value, is_shared, negative, with_value
+from megacore.config.spelling import PARAMETERS, fields_in, flag_and_value, is_shared, negative, with_value
 
+_SIMILAR = 0.65  # flags that are less similar are not taken for one another: a wrong one trains another model
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-# What transformers and vLLM call so, which no spelling is near to.
-_OURS = {"kv-heads": "query-groups", "--n-head": "--num-attention-heads", "per-device-train": "micro"}
-_THEIRS = re.compile("|".join(_OURS))
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
 
 
@@ -282,7 +280,13 @@ def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> N
     if word.flag in DRY_RUN_FLAGS:
         given.problems.append(f"{word.flag} has no effect without --dry-run: add --dry-run, or leave it out")
         return
-    near = nearest_name(_THEIRS.sub(lambda match: _OURS[match[0]], word.flag), flags)
+    if theirs := other_trainers().name_of(word.flag, word.values):
+        given.problems.append(f"{word.flag} is not a flag: did you mean {theirs}?")
+        given.unread.update(fields_in(theirs))
+        return
+    # Only a word that differs by some letters is meant for a parameter of another flag.
+    names = [name for name in flags if not flags[name].owner or is_misspelled(word.flag.lstrip("-"), name.lstrip("-"))]
+    near = nearest_name(word.flag, names, similar=_SIMILAR)
     if near is None:
         given.problems.append(f"{word.flag} is not a flag: leave it out (--help all lists flags)")
         return

@@ -54,9 +54,9 @@ def multiples(value: int, of: int) -> list[int]:
     return [of * factor for factor in range(first, first + 48)]
 
 
-def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
+def nearest_name(name: str, accepted: Iterable[str], *, similar: float = _SIMILAR) -> str | None:
     """The accepted name that was probably meant: a misspelled one, then its initials (`lr` for `learning_rate`), then
-    the most similar one as a whole and by words."""
+    the most similar one as a whole and by words, from `similar` on."""
     bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
     wanted = name.lower().lstrip("-")
     if wanted in bare:
@@ -70,10 +70,9 @@ def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
     whole = [name for name in bare if len(words - (part := set(re.split(r"[-_]", name)))) == 1 and part < words]
     if whole:
         return bare[max(whole, key=lambda name: (len(name), name))]
-    similar = misspelled or bare
-    scores = {name: (_similarity(wanted, name) + _shared_words(wanted, name)) / 2 for name in similar}
+    scores = {n: (_similarity(wanted, n) + _shared_words(wanted, n)) / 2 for n in misspelled or bare}
     nearest = max(scores, key=lambda candidate: (scores[candidate], candidate), default="")
-    return bare[nearest] if misspelled or scores.get(nearest, 0.0) >= _SIMILAR else None
+    return bare[nearest] if misspelled or scores.get(nearest, 0.0) >= similar else None
 
 
 def is_misspelled(name: str, accepted: str) -> bool:

@@ -40,6 +40,10 @@ class OtherTrainers:
         """What to use instead of another trainer's flag; None for flags that are accepted, or of nobody."""
         return None
 
+    def name_of(self, flag: str, words: Sequence[str]) -> str | None:
+        """What a flag that is refused is called here, with its values; None: no trainer is known to have it."""
+        return None
+
     def refusal(self, flags: Sequence[str], advice: str) -> str:
         """The problem with flags that have the same advice, which `advice` gave."""
         raise NotImplementedError
