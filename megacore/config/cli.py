@@ -128,10 +128,14 @@ def parse_config(
     process = replace(process, world_size=started - spares)
     if not process.problems:
         file_unread = set(all_fields(config_class)) if "config" in flags.unread else file.unread
+        unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
+        # What was probably meant by a misspelled name is checked with the rest.
+        misspelled = config.misspelled(unread)
+        found += [sources.as_given(said) for _, said in misspelled.values()]
         validation = Validation(
-            config=config,
+            config=sources.config({name: near for name, (near, _) in misspelled.items()}),
             world_size=process.world_size,
-            unread=frozenset((file_unread - flags.values.keys()) | flags.unread),
+            unread=unread,
             follows_degrees=process.follows_degrees,
             searched=searched,
             on_cpu=None if computes_on_cpu is None else computes_on_cpu(config.parallel.device),

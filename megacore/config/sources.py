@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from megacore.config.dimensions import ranks_of_role
@@ -81,9 +82,10 @@ class Sources(Generic[C]):
         """The values of --config and flags."""
         return {**self.file.values, **self.flags.values}
 
-    def config(self) -> C:
-        """The configuration that all sources give together, which may be invalid."""
-        return built(self.kind, {**self.shape, **self.given}, theirs=self.theirs, former=self.former)
+    def config(self, meant: Mapping[str, Any] = MappingProxyType({})) -> C:
+        """The configuration that all sources give together, which may be invalid. `meant`: values that are taken for
+        misspelled ones; what follows from these follows from them."""
+        return built(self.kind, {**self.shape, **self.given, **meant}, theirs=self.theirs, former=self.former)
 
     def all_notes(self, config: C) -> Iterator[str]:
         """What to tell the user of a configuration that is valid."""

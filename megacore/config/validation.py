@@ -35,10 +35,7 @@ class Validation:
 
     def messages(self) -> list[str]:
         """One message per problem. It names the flags, their values, the constraint and the ways out, which are tried
-        on all constraints. What was probably meant by a misspelled name is checked with the rest."""
-        if meant := self.config.misspelled(self.unread):
-            others = replace(self, config=self.config.with_values({name: near for name, (near, _) in meant.items()}))
-            return [*(said for _, said in meant.values()), *others.messages()]
+        on all constraints."""
         found = self._left({})
         if found and self.searched is not None:
             values = self.searched.values(self.config)
