@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from megacore.arrive.translation import Run, Translation
 from megacore.config.messages import did_you_mean, number, one_of, shortened
-from megacore.config.numbers import is_number, parse_int
+from megacore.config.numbers import is_number, nearest_ints, parse_int
 from megacore.config.spelling import field_and_text
 
 Document = Mapping[str, Any]
@@ -134,7 +134,8 @@ def whole(value: Value, low: int = 0) -> int:
     if value.is_flag:
         with contextlib.suppress(ValueError):
             given = parse_int(given)
-    example = 2 if value.is_flag else max(low, 1)
+    meant = [n for n in nearest_ints(given) if low <= n <= _MOST] if isinstance(given, str) else []
+    example = meant[0] if meant else 2 if value.is_flag else max(low, 1)
     if isinstance(given, bool) or not isinstance(given, int | float) or given != given // 1 or given < low:
         raise ValueError(f"{value.quoted} is not a whole number of {low} or more: {_example(value, example)}")
     if given > _MOST:

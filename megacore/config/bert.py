@@ -59,7 +59,7 @@ class BertSection(Section):
     num_token_types: Annotated[int, Range(1, 2), _CLASSIC] = 2
     """Token types of --bert-style classic. 2: one per segment. 1: one for all tokens, as in RoBERTa; needs
     --sentence-task none."""
-    mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
+    mask_prob: Annotated[float | None, Range(above=0, below=1), Flag(example=0.15)] = None
     """Share of the tokens to predict: 80% of them are masked, 10% replaced by a random token, 10% kept. Default: 0.15
     with --bert-style classic, 0.3 with modern."""
     short_seq_prob: Annotated[float, Range(0, 1), Flag(), _CLASSIC] = 0.1
