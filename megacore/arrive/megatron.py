@@ -267,6 +267,8 @@ def _in_steps(value: Value) -> Translation:
 def _batch_size(value: Value, ours: str) -> int:
     if (batch := value.run.number("global_batch_size")) is None:
         said = f"{value} counts samples: add --global-batch-size 8, or another, or give steps with {ours}"
+        if (steps := value.run.number(spelling.field_and_text(ours)[0])) is not None:
+            said = f"{value} counts samples, and {ours} {steps} is given as well: keep one of them"
         raise MissingField("global_batch_size", said)
     return batch
 

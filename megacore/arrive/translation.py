@@ -98,7 +98,6 @@ def translate_settings(given: Given, values: Mapping[str, Any], config: Config, 
                     f"{setting.where}{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: "
                     "keep one of them"
                 )
-                given.unread.add(name)
                 continue
             given.values[name], sources[name] = value, f"{setting.where}{source}"
         implied |= translation.implied

@@ -24,6 +24,7 @@ from megacore.config.schema import Config, section_of, sections_of
 from megacore.config.spelling import PARAMETERS, fields_in, flag_and_value, is_shared, negative, with_value
 
 _SIMILAR = 0.65  # flags that are less similar are not taken for one another: a wrong one trains another model
+_OFF = ("0", "false", "no", "off")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
 
@@ -222,7 +223,8 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if info.kind is bool:
         if values:
             given = with_value(word.flag, values[0] or "''")
-            raise ValueError(f"{given}: a switch takes no value: use {info.flag} or {negative(info.flag)}")
+            said = f"{given}: a switch takes no value: use {info.flag} or {negative(info.flag)}"
+            raise _Misread(said, word.flag in info.flags and values[0].lower() not in _OFF)
         return word.flag in info.flags
     if not values and info.alone is not None:
         return info.alone
