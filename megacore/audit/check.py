@@ -8,6 +8,7 @@ from typing import Any
 
 from megacore.audit.ledger import BEGINS, FILE, BrokenLedger, Line, lines_of
 from megacore.audit.state_hash import SHORT, in_hex, stored_hash, totals
+from megacore.checkpoint.files import FileEntry, refuse_unlisted, verify
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, marked_in_doubt, read_manifest
 from megacore.config.messages import counted
@@ -157,6 +158,9 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
     try:
         manifest = read_manifest(directory)
         save = _saved_as(directory, manifest, history)
+        changed = [name for name, entry in sorted(manifest.files.items()) if not _is_as_saved(directory / name, entry)]
+        yield from (f"{where}: {name} is not what its manifest says" for name in changed)
+        refuse_unlisted(directory, manifest.files)
         if save is None:
             yield f"{where}: no line has its manifest.json: it was changed, or saved while no ledger was written"
             save = history.save_of(manifest.step)
@@ -179,6 +183,15 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
                     yield f"{where}: {kind} of {name} is not what line {save.number} says"
     except CheckpointError as error:
         yield f"{where}: {error}"
+
+
+def _is_as_saved(path: Location, entry: FileEntry) -> bool:
+    """Whether a file has the SHA-256 of its manifest: other weights can have one 64-bit hash of the ledger."""
+    try:
+        verify(path, entry, archived=True)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _saved_as(directory: Location, manifest: Manifest, history: History) -> Line | None:

@@ -170,7 +170,7 @@ def forged(run: Path) -> None:
 
 NOT_SAVED = f"wrong: {SAVED}: no line has its manifest.json: it was changed, or saved while no ledger was written"
 TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a bit of a weight": (flipped("model"), rf"^wrong: {SAVED}: model of \S+ is not what line \d+ says$"),
+    "a bit of a weight": (flipped("model"), rf"^wrong: {SAVED}: model-\S+ is not what its manifest says\nwrong:"),
     "a bit of a moment": (flipped("exp_avg"), rf"^wrong: {SAVED}: exp_avg of \S+ is not what line \d+ says$"),
     "a bit, and new checksums": (forged, rf"^{NOT_SAVED}\nwrong: {SAVED}: model of \S+ is not what"),
     "the position": (lambda run: resealed(run, consumed_samples=20), rf"{NOT_SAVED}\nwrong: {SAVED}: cons"),
