@@ -48,11 +48,7 @@ class History:
         self._starts: list[Line] = []  # of each line
         self._position = -1, -1  # the last step, and the samples that it leaves behind
         for line in lines_of(path) if lines is None else lines:
-            try:
-                wrong = self._follows(line) or self._other_state(line)
-            except (KeyError, IndexError, TypeError, ValueError):
-                wrong = "is none of a ledger's"
-            if wrong is not None:
+            if (wrong := self._follows(line) or self._other_state(line)) is not None:
                 raise BrokenLedger(f"line {line.number} of {path} {wrong}")
             self.lines.append(line)
             self._starts.append(line if line.kind == "start" or not self._starts else self._starts[-1])

@@ -9,16 +9,18 @@ lines of the steps that it takes again stay. Nothing here loads torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megacore.errors import StorageError, UserError
+from megacore.errors import CheckpointError, StorageError, UserError
 from megacore.files import GrowingFile, open_regular
+from megacore.safe_json import parse_object
 
 FILE = "ledger.jsonl"
 BEGINS = ("start", "rollback")
@@ -26,7 +28,74 @@ BEGINS = ("start", "rollback")
 _FIRST = "0" * 64
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 _LONGEST = 1 << 26
-_SAID = {"step": int, "previous": str, "line": str}
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _number(value: Any) -> bool:
+    """Whether it is a number bit by bit."""
+    try:
+        float.fromhex(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _absent_or(form: Callable[[Any], bool], value: Any) -> bool:
+    return value is None or form(value)
+
+
+def _hashes(value: Any) -> bool:
+    """Whether it has a 64-bit hash for each name."""
+    return isinstance(value, dict) and all(
+        name.isprintable() and isinstance(text, str) and _HASH.fullmatch(text) for name, text in value.items()
+    )
+
+
+def _hashes_of_kinds(value: Any) -> bool:
+    return isinstance(value, dict) and all(kind.isprintable() and _hashes(of) for kind, of in value.items())
+
+
+def _facts(value: Any) -> bool:
+    """Whether they have the settings on which the comparison of a step depends."""
+    return (
+        isinstance(value, dict)
+        and all(map(_text, value.values()))
+        and all(re.fullmatch(form, value.get(name, "")) for name, form in _NEEDED_FACTS.items())
+    )
+
+
+_HASH = re.compile("[0-9a-f]{16}")
+_NEEDED_FACTS = {
+    **dict.fromkeys(("--tp", "--cp"), "[1-9][0-9]{0,8}"),
+    **dict.fromkeys(("--reproducible", "--sequence-parallel"), "True|False|None"),
+    "--precision": ".+",
+}
+_OF_STATE: dict[str, Callable[[Any], bool]] = {"step": _count, "samples": _count, "state": _hashes_of_kinds}
+_SCHEMA: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "start": {
+        **_OF_STATE,
+        "loaded": functools.partial(_absent_or, _text),
+        "layout": lambda value: isinstance(value, dict),
+        "facts": _facts,
+    },
+    "step": {
+        "step": _count,
+        "samples": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_count, value)),
+        **dict.fromkeys(("lr", "loss", "norm"), _number),
+        "state": functools.partial(_absent_or, _hashes),
+        "tensors": functools.partial(_absent_or, _text),
+    },
+    "save": {**_OF_STATE, "manifest": _text, "checkpoint": _text, "updates": functools.partial(_absent_or, _count)},
+    "rollback": _OF_STATE,
+}
+"""What the lines of each kind say, as far as something is read of it, and whether a value has its form."""
 
 
 class Line(NamedTuple):
@@ -75,13 +144,27 @@ def lines_of(path: Path) -> Iterator[Line]:
             body = text[seal.end() : -1] if seal else b""
             if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
                 raise BrokenLedger(f"line {number} of {path} was changed: its seal is that of other text")
-            record = json.loads(b"{" + body)
+            try:
+                record = parse_object(b"{" + body, f"line {number} of {path}")
+            except CheckpointError as error:
+                raise BrokenLedger(str(error)) from None
             if record.get("previous") != previous:
                 raise BrokenLedger(f"line {number} of {path} does not follow line {number - 1}: lines are missing")
-            if any(type(record.get(name)) is not kind for name, kind in _SAID.items()):
-                raise BrokenLedger(f"line {number} of {path} is none of a ledger's")
+            if (field := _wrong_field(record)) is not None:
+                raise BrokenLedger(
+                    f"line {number} of {path} is none of a ledger's: the field {field} is missing or malformed"
+                )
             previous = seal[1].decode()
             yield Line(number, previous, record)
+
+
+def _wrong_field(record: Mapping[str, Any]) -> str | None:
+    """The first field of a line that has not the form of its kind."""
+    kind = record.get("line")
+    forms = _SCHEMA.get(kind) if isinstance(kind, str) else None
+    if forms is None:
+        return "line"
+    return next((field for field, has_form in forms.items() if not has_form(record.get(field))), None)
 
 
 class Ledger:
