@@ -219,17 +219,12 @@ def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking:
     assert done.returncode == 2 and only_starts(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "fill_mask absent x",
-        "inspect_checkpoint absent",
-        "perplexity absent --input x",
-        "convert_checkpoint absent --from megacore --to hf --output x",
-    ],
-)
-def test_a_tool_refuses_a_run_that_is_not_there_before_it_loads_torch(words: str) -> None:
-    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, *f"tools/{words}".replace(" ", ".py ", 1).split())
+HF = "convert_checkpoint absent --from megacore --to hf --output x"
+
+
+@pytest.mark.parametrize("run", ["fill_mask absent x", "inspect_checkpoint absent", "perplexity absent --input x", HF])
+def test_a_tool_refuses_a_run_that_is_not_there_before_it_loads_torch(run: str) -> None:
+    done = run_cold(sys.executable, "-c", WITHOUT_TORCH, *f"tools/{run}".replace(" ", ".py ", 1).split())
     assert done.returncode == 2 and "absent holds no checkpoint" in done.stderr
 
 
