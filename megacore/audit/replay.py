@@ -41,6 +41,8 @@ from megacore.verify.narrow import one_process
 SECTIONS = sections_of(BertConfig)  # it has those of a GPT, and one more
 _LAYOUT = ("parallel", "checkpoint", "start", "logging", "watch")
 """Tables of a run's configuration that a replay does not take over."""
+_WEIGHTS = ("pretrained_checkpoint", "init_from_hf")
+"""Where a run without a checkpoint may have had its weights from."""
 # Settings of other tables that change no number of a step.
 _INERT = ("eval_interval", "eval_iters", "recompute", "recompute_num_layers", "memory_check", "num_workers")
 _OF_PATHS = ("given", "not given", "")  # what facts say of paths, and of settings that they lack
@@ -100,6 +102,9 @@ def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) 
     words = ["--config", str(settings), "--output-dir", str(work / f"output_{part.steps[0]}")]
     if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
         words += ["--load", str(part.directory)]
+    else:
+        given = {name: value for name in _WEIGHTS if (value := part.manifest.settings.get(name))}
+        words += [word for name, value in given.items() for word in (flag(name), str(value))]
     program = pretrain_bert if "bert" in part.manifest.config else pretrain_gpt
     config = program.read_config([*words, *flags], prog="audit.py")
     for number in range(save.step + 1, part.steps.stop):
