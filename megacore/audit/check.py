@@ -170,8 +170,9 @@ def checkpoint_problems(directory: Location, history: History) -> Iterator[str]:
             if there not in (here, None):
                 yield f"{where}: {name} {here}, but line {save.number} says {there}"
         reader = Reader(directory, manifest)
-        for kind, names in save.record["state"].items():
-            entries = manifest.tensors.get(kind, {})
+        said = save.record["state"]
+        for kind in sorted(said.keys() | history.start_of(save).record["state"].keys()):
+            names, entries = said.get(kind, {}), manifest.tensors.get(kind, {})
             for name in sorted(names.keys() | entries.keys()):
                 if name not in entries or name not in names:
                     yield f"{where}: {kind} of {name} is {'missing' if name in names else 'new'}"

@@ -25,6 +25,7 @@ from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import replay
 from megacore.checkpoint.directory import MANIFEST_NAME, published
 from megacore.commands.tool import PassingParser, positive, require_none, run_tool
+from megacore.config.cli import printable
 from megacore.config.flags import flags_by_name, read_flags
 from megacore.config.messages import counted, nearest_name
 from megacore.errors import EXIT_REFUSED, UserError
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_first:  # one that ends with 1 takes the others down, and the first may still try commits
         wrong.clear()
     for problem in wrong:
-        print(f"wrong: {problem}", flush=True)
+        print(f"wrong: {printable(problem)}", flush=True)
     return status or (EXIT_WRONG if wrong else 0)
 
 

@@ -38,6 +38,15 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _hash(value: Any) -> bool:
+    """Whether it has 64 bits."""
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
 def _number(value: Any) -> bool:
     """Whether it is a number bit by bit."""
     try:
@@ -52,14 +61,12 @@ def _absent_or(form: Callable[[Any], bool], value: Any) -> bool:
 
 
 def _hashes(value: Any) -> bool:
-    """Whether it has a 64-bit hash for each name."""
-    return isinstance(value, dict) and all(
-        name.isprintable() and isinstance(text, str) and _HASH.fullmatch(text) for name, text in value.items()
-    )
+    """Whether it has a hash for each name."""
+    return isinstance(value, dict) and all(_name(name) and _hash(text) for name, text in value.items())
 
 
 def _hashes_of_kinds(value: Any) -> bool:
-    return isinstance(value, dict) and all(kind.isprintable() and _hashes(of) for kind, of in value.items())
+    return isinstance(value, dict) and all(_name(kind) and _hashes(of) for kind, of in value.items())
 
 
 def _facts(value: Any) -> bool:
@@ -89,10 +96,12 @@ _SCHEMA: dict[str, dict[str, Callable[[Any], bool]]] = {
         "step": _count,
         "samples": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_count, value)),
         **dict.fromkeys(("lr", "loss", "norm"), _number),
+        "skipped": functools.partial(_absent_or, _name),
+        "data": functools.partial(_absent_or, _hash),
         "state": functools.partial(_absent_or, _hashes),
         "tensors": functools.partial(_absent_or, _text),
     },
-    "save": {**_OF_STATE, "manifest": _text, "checkpoint": _text, "updates": functools.partial(_absent_or, _count)},
+    "save": {**_OF_STATE, "manifest": _text, "checkpoint": _name, "updates": functools.partial(_absent_or, _count)},
     "rollback": _OF_STATE,
 }
 """What the lines of each kind say, as far as something is read of it, and whether a value has its form."""

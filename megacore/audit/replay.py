@@ -28,7 +28,7 @@ from megacore.config.compression import format_of
 from megacore.config.fields import field_infos
 from megacore.config.reproducible import canonical_blocks
 from megacore.config.spelling import flag
-from megacore.errors import UserError
+from megacore.errors import ConfigError, UserError
 from megacore.job_directory import job_directory, make
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.processors import computes_on_cpu
@@ -98,7 +98,8 @@ def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) 
     """Raises UserError where this layout does not compute the part's steps. `work`: a directory of all ranks."""
     name, save = f"{part.steps[0]}_{os.environ.get('LOCAL_RANK', '0')}", part.save
     settings, before, since = work / f"{name}.toml", *map(history.facts_of, (save, history.steps[part.steps[-1]]))
-    settings.write_text(tomli_w.dumps(_settings(part.manifest, before, since)))
+    of_line = f"line {history.start_of(history.steps[part.steps[-1]]).number} of {history.path}"
+    settings.write_text(tomli_w.dumps(_settings(part.manifest, before, since, of_line)))
     words = ["--config", str(settings), "--output-dir", str(work / f"output_{part.steps[0]}")]
     if save.kind != "start" or save.record["loaded"]:  # a start stands for a checkpoint whose own line was lost
         words += ["--load", str(part.directory)]
@@ -106,7 +107,11 @@ def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) 
         given = {name: value for name in _WEIGHTS if (value := part.manifest.settings.get(name))}
         words += [word for name, value in given.items() for word in (flag(name), str(value))]
     program = pretrain_bert if "bert" in part.manifest.config else pretrain_gpt
-    config = program.read_config([*words, *flags], prog="audit.py")
+    try:
+        config = program.read_config([*words, *flags], prog="audit.py", exits=False)
+    except ConfigError as error:
+        why = "; ".join(error.problems)
+        raise UserError(f"with the settings of {of_line}, no step is computed: {why}") from None
     for number in range(save.step + 1, part.steps.stop):
         _masks(history.facts_of(history.steps[number]), config)
     return config
@@ -144,9 +149,9 @@ def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed,
                 problems.extend(f"  {cause}" for cause in causes)
         trainer.model.data_parallel.ready()
         if problems and mesh.world.is_first:
-            # What of code, libraries and machine is not what it was; settings may be others.
+            # What of code, libraries and machine is not what it was. Settings may be others, and the program is.
             changes = different_facts(history.facts_of(history.steps[last]), facts(config))
-            problems.extend(f"  {each}" for each in changes if not each.startswith("--"))
+            problems.extend(f"  {each}" for each in changes if not each.startswith(("--", "the program's source")))
 
     done.step = save.step + 1
     done.status = launch(config, body)
@@ -256,13 +261,16 @@ def _nearest(run: Location, step: int, history: History) -> tuple[Location, Mani
     return directory, manifest, history.saves[manifest.manifest_sha256]
 
 
-def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _settings(
+    manifest: Manifest, before: Mapping[str, str], since: Mapping[str, str], of_line: str
+) -> dict[str, dict[str, Any]]:
     """The configuration with which a step was taken, but for its layout and what it wrote.
 
     Args:
         manifest: of the checkpoint before it.
         before: the facts of the start that saved it.
         since: those of the start that took the step, which may have had other settings.
+        of_line: where these stand, for messages. Raises UserError where one of them is no value.
     """
     # Nothing is saved; that the run saved is what --on-spike rollback asks for.
     tables: dict[str, dict[str, Any]] = {"checkpoint": {"save_interval": 1}}
@@ -278,5 +286,16 @@ def _settings(manifest: Manifest, before: Mapping[str, str], since: Mapping[str,
             if text not in (saved, *_OF_PATHS):
                 tables[table].pop(name, None)
                 if text != "None":
-                    tables[table][name] = text if info.kind is str else ast.literal_eval(text)
+                    tables[table][name] = _value(text, info.kind, f"{flag(name)} of {of_line}")
     return tables
+
+
+def _value(text: str, kind: Any, what: str) -> Any:
+    """The value of a setting that facts show as a text. Raises UserError where it is none of TOML."""
+    try:
+        value = text if kind is str else ast.literal_eval(text)
+        tomli_w.dumps({"value": value}).encode()
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        shown = text if len(text) < 40 else f"{text[:40]}..."
+        raise UserError(f"{what} is no value: {shown!r}") from None
+    return value

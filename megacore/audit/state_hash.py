@@ -111,7 +111,7 @@ def elements_that_explain(part: Part, difference: int) -> list[Element]:
     found &= changes.abs() < 1 << 8 * bits.element_size()  # no overflow
     elements = []
     for place in found.nonzero().flatten().tolist():
-        local = torch.unravel_index(torch.tensor(places[place]), shape)
+        local = torch.unravel_index(places[place], shape)
         index = tuple(int(i) + first for i, (first, _) in zip(local, slices, strict=True))
         there = others[place].to(bits.dtype).view(part.values.dtype)
         elements.append(Element(index[: len(part.shape)], float(part.values.reshape(-1)[place]), float(there)))

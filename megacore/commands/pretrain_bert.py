@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megacore.train.trainer import Trainer
 
 
-def read_config(argv: Sequence[str], *, prog: str) -> ResolvedBertConfig:
-    """The configuration of a run, checked with all its inputs."""
+def read_config(argv: Sequence[str], *, prog: str, exits: bool = True) -> ResolvedBertConfig:
+    """The configuration of a run, checked with all its inputs; else as `parse_config`."""
     return parse_config(
         argv,
         prog=prog,
@@ -33,6 +33,7 @@ def read_config(argv: Sequence[str], *, prog: str) -> ResolvedBertConfig:
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory, survival().check],
         computes_on_cpu=computes_on_cpu,
+        exits=exits,
     )
 
 

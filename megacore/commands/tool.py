@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from megacore.config.cli import GRACE_SECONDS, refusal
+from megacore.config.cli import GRACE_SECONDS, leave_for_launcher, printable, refusal
 from megacore.config.fields import LARGEST_INT
 from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.config.numbers import is_number, nearest_ints, parse_int
@@ -346,7 +346,8 @@ def _say(message: str, status: int) -> int:
     if status == EXIT_REFUSED and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(GRACE_SECONDS)
         return status
-    print(message, file=sys.stderr, flush=True)
+    leave_for_launcher(message)
+    print(printable(message), file=sys.stderr, flush=True)
     return status
 
 

@@ -380,7 +380,7 @@ def _refuse(
 ) -> NoReturn:
     """Ends the process with what every rank has found wrong, and what is wrong on this machine."""
     if not exits:
-        raise ConfigError([_printable(problem) for problem in (*found, *here)])
+        raise ConfigError([printable(problem) for problem in (*found, *here)])
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)
@@ -398,9 +398,9 @@ def _refuse(
 def refusal(prog: str, problems: Sequence[str], sources: Sources[Any] | None = None, where: str = "") -> str:
     """The text by which the program `prog` refuses what it is given, with where it comes from, and on which machine."""
     lines = [f"megacore: refused{where}: {counted(len(problems), 'problem')}"]
-    lines += ["  - " + _printable(problem).replace("\n", "\n    ") for problem in problems]
+    lines += ["  - " + printable(problem).replace("\n", "\n    ") for problem in problems]
     if sources is not None:
-        lines += map(_printable, _of_other_trainers(problems, sources.flags.translated))
+        lines += map(printable, _of_other_trainers(problems, sources.flags.translated))
         if sources.path and not sources.file.unread.issuperset(all_fields(sources.kind)):
             lines.append(f"Keys of {sources.path} are shown as their flags: num_layers is --num-layers.")
     lines.append(f"Flags and their defaults: {prog} --help")
@@ -416,7 +416,7 @@ def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping
                 yield f"Translated: {source} of {origin} is {ours}."
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without characters that would move a terminal's cursor or break a line."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.audit.command import main
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
 from megacore.parallel.mesh import Mesh, build_mesh
@@ -108,11 +109,12 @@ def test_the_first_step_on_two_by_two_ranks_is_that_of_transformers(names: list[
         require_that_of_transformers(found[name], model, Path(sources[name]))
 
 
-def test_the_program_takes_the_shape_from_the_directory(directory: Path, tmp_path: Path) -> None:
+def test_the_program_takes_the_shape_from_the_directory_and_is_replayed(directory: Path, tmp_path: Path) -> None:
     flags = words(init_from_hf=directory, mock_data=True, seq_length=SEQUENCE, train_iters=2, eval_interval=0)
-    done = alone(*flags, *words(output_dir=tmp_path / "run", log_interval=1), timeout=120)
+    done = alone(*flags, *words(output_dir=tmp_path / "run", ledger=True), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "num_layers = 3" in (tmp_path / "run" / "config.toml").read_text()
+    assert main([str(tmp_path / "run"), "--replay", "1", "--device", "cpu"]) == 0
 
 
 def test_flags_that_contradict_the_directory_or_lead_to_none_are_refused(directory: Path, tmp_path: Path) -> None:
