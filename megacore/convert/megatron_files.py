@@ -97,12 +97,7 @@ def _file(entry: Path) -> Path:
 
 def _load(path: Path, numbers: tuple[str, ...]) -> RankFile:
     state = load(path)
-    args = state.get("args") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or not isinstance(args, argparse.Namespace):
-        raise CheckpointError(f"{path} has no args: it is not a checkpoint of Megatron-LM's")
-    version, iteration = state.get("checkpoint_version", 0), state.get("iteration", 0)
-    if type(version) not in (int, float) or type(iteration) is not int:
-        raise CheckpointError(f"{path}: checkpoint_version or iteration is not a number")
+    about = described(state, path, version=0)
     names = ["model"] if "model" in state else [f"model{i}" for i in range(len(state)) if f"model{i}" in state]
     if not names:
         raise CheckpointError(f"{path} has no model")
@@ -110,10 +105,20 @@ def _load(path: Path, numbers: tuple[str, ...]) -> RankFile:
         chunks = [dict(flat(state[name], "", set())) for name in names]
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    tp, pp, ep = _numbers_of([int(number) for number in numbers], vars(args))
-    return RankFile(
-        path=path, tp=tp, pp=pp, ep=ep, args=vars(args), version=float(version), iteration=iteration, chunks=chunks
-    )
+    tp, pp, ep = _numbers_of([int(number) for number in numbers], about["args"])
+    return RankFile(path=path, tp=tp, pp=pp, ep=ep, chunks=chunks, **about)
+
+
+def described(state: Any, path: Path, *, version: float) -> dict[str, Any]:
+    """The flags, the version and the step of a file, as a RankFile has them. `version`: of a file that says none.
+    Raises CheckpointError where the file is not Megatron-LM's."""
+    args = state.get("args") if isinstance(state, dict) else None
+    if not isinstance(args, argparse.Namespace):
+        raise CheckpointError(f"{path} has no args: it is not a checkpoint of Megatron-LM's")
+    version, iteration = state.get("checkpoint_version", version), state.get("iteration", 0)
+    if type(version) not in (int, float) or type(iteration) is not int:
+        raise CheckpointError(f"{path}: checkpoint_version or iteration is not a number")
+    return {"args": vars(args), "version": float(version), "iteration": iteration}
 
 
 def _numbers_of(numbers: list[int], args: dict[str, Any]) -> tuple[int, int, int]:

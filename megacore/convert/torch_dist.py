@@ -4,9 +4,8 @@ dimension, or each with its layer's number; the flags in common.pt."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from megacore.convert.dcp_files import INDEX, TensorInPieces, open_dcp
 from megacore.convert.hf_directory import inside
-from megacore.convert.megatron_files import RankFile, iteration_directory
+from megacore.convert.megatron_files import RankFile, described, iteration_directory
 from megacore.convert.pickled import load
 from megacore.errors import CheckpointError
 
@@ -37,13 +36,7 @@ def open_torch_dist(path: Path) -> list[list[RankFile]]:
     """The model as that of one rank, [0][0]. `path`: an iter_NNNNNNN directory, or the one above it. Raises
     CheckpointError where files are missing or damaged, or hold what megacore does not load."""
     directory = iteration_directory(path)
-    common = load(inside(directory, _COMMON))
-    args = common.get("args") if isinstance(common, Mapping) else None
-    if not isinstance(common, Mapping) or not isinstance(args, argparse.Namespace):
-        raise CheckpointError(f"{directory / _COMMON} has no args: it is not a checkpoint of Megatron-LM's")
-    version, iteration = common.get("checkpoint_version", 3.0), common.get("iteration", 0)
-    if type(version) not in (int, float) or type(iteration) is not int:
-        raise CheckpointError(f"{directory / _COMMON}: checkpoint_version or iteration is not a number")
+    about = described(load(inside(directory, _COMMON)), directory / _COMMON, version=3.0)
     chunk: dict[str, Tensor] = {}
     for name, stored in open_dcp(directory).items():
         if name.startswith(_NOT_WEIGHTS) or name.endswith("_extra_state") or "/shard_" in name:
@@ -52,19 +45,8 @@ def open_torch_dist(path: Path) -> list[list[RankFile]]:
             if ours in chunk:
                 raise CheckpointError(f"{directory} has {ours[:120]} twice")
             chunk[ours] = tensor
-    return [
-        [
-            RankFile(
-                path=directory,
-                tp=0,
-                pp=0,
-                args=vars(args) | dict.fromkeys(_SIZES, 1),
-                version=float(version),
-                iteration=iteration,
-                chunks=[chunk],
-            )
-        ]
-    ]
+    about["args"] |= dict.fromkeys(_SIZES, 1)
+    return [[RankFile(path=directory, tp=0, pp=0, chunks=[chunk], **about)]]
 
 
 def _tensors(name: str, stored: TensorInPieces) -> Iterator[tuple[str, Tensor]]:

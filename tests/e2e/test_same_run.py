@@ -8,17 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megacore.checkpoint.manifest import read_manifest
 from megacore.config import ResolvedConfig
-from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
 from tests.e2e.launching import PROGRAM, alone, by_hand, free_port, needs_proc, small_run, started, under_torchrun
 from tests.parity.runs import make_config
 from tests.patience import patience
+from tests.unit import data_bytes
 
 # Stands for the command lines of several nodes: flags by rank.
 OTHERWISE = """
@@ -82,11 +81,8 @@ def told(first: ResolvedConfig, other: ResolvedConfig) -> str:
 
 
 def dataset(prefix: Path, last: int) -> Path:
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add(np.array([5, 6, last]))
-        writer.end_document()
-        writer.commit()
-    return prefix
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    return data_bytes.write(prefix, [[[5, 6, last]]])
 
 
 def test_a_path_may_differ_but_not_what_it_leads_to(tmp_path: Path) -> None:

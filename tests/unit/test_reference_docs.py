@@ -37,7 +37,6 @@ from megacore.config.flags import flags_by_name
 from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.other_trainers import other_trainers
-from megacore.data.indexed.writer import IndexedWriter
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.zero.local_segments import LocalRun
@@ -45,6 +44,7 @@ from tests.distributed import run_distributed
 from tests.pages import files_of, write_files
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import make_config, make_trainer
+from tests.unit import data_bytes
 from tools import references
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,12 +144,8 @@ def test_the_snippets_read_what_a_run_writes(tmp_path: Path) -> None:
 
 def test_the_snippet_reads_a_dataset(tmp_path: Path) -> None:
     sequences = [[1, 2, 3], [4], [5, 6]]
-    with IndexedWriter(tmp_path / "few", np.int32) as writer:
-        for tokens in sequences:
-            writer.add(tokens)
-            writer.end_document()
-        writer.commit()
-    found = snippet("dataset")["read_sequences"](str(tmp_path / "few"))
+    few = data_bytes.write(tmp_path / "few", [[tokens] for tokens in sequences], code=4)
+    found = snippet("dataset")["read_sequences"](str(few))
     assert [tokens.tolist() for tokens in found] == sequences
 
 

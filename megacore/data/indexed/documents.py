@@ -5,14 +5,16 @@ line of conversations is an object with `messages`, a list of objects with `role
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megacore.data.indexed.corpus import Chunk
 from megacore.data.tokenizers.chat_template import Message, Passage, Template
 from megacore.errors import DataError
+
+T = TypeVar("T")
 
 
 class BadLine(NamedTuple):
@@ -36,30 +38,52 @@ class Parsed:
 
 def parse(chunk: Chunk, keys: Sequence[str] = ("text",)) -> Parsed:
     """The texts of a chunk: a tuple of texts for every JSON line that holds all keys, one for a unit of plain text."""
+    parsed = Parsed(texts=tuple([] for _ in (keys if chunk.unit == "json" else ("text",))))
     if chunk.unit == "json":
-        return _parse_json(chunk, keys)
-    if chunk.unit == "line":
-        return _parse_lines(chunk)
-    return _parse_blocks(chunk)
+        for values in _readable(chunk, lambda line: _texts_of(line, keys), parsed.bad):
+            for texts, value in zip(parsed.texts, values, strict=True):
+                texts.append(value)
+    elif chunk.unit == "line":  # blank lines separate nothing and are skipped
+        parsed.texts[0].extend(_readable(chunk, _line_of_text, parsed.bad))
+    else:  # a line that is not UTF-8 is left out of its document
+        units = [list(_readable(chunk, _line_of_text, parsed.bad, blank=True))]
+        if chunk.unit == "paragraph":
+            units = [list(group) for filled, group in groupby(units[0], lambda line: bool(line.strip())) if filled]
+        parsed.texts[0].extend(text for text in map("\n".join, units) if text.strip())
+    return parsed
 
 
-def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
-    parsed = Parsed(texts=tuple([] for _ in keys))
+def _readable(chunk: Chunk, read: Callable[[bytes], T], bad: list[BadLine], *, blank: bool = False) -> Iterator[T]:
+    """What `read` makes of each line, without blank ones unless these count; those of which it raises ValueError are
+    added to `bad`. Raises DataError, with the line, where `read` does."""
     for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        if not line or line.isspace():
+        if not blank and (not line or line.isspace()):
             continue
         try:
-            record, values = json_record(line), list[str]()
-            for key in keys:
-                if key not in record:
-                    raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
-                values.append(require_text(record[key], f"key {key!r}", escaped=b"\\u" in line))
+            found = read(line)
+        except DataError as error:
+            raise DataError(f"{chunk.source}:{number}: {error}") from error
         except ValueError as error:
-            parsed.bad.append(BadLine(chunk.source, number, str(error)))
-            continue
-        for texts, value in zip(parsed.texts, values, strict=True):
-            texts.append(value)
-    return parsed
+            bad.append(BadLine(chunk.source, number, str(error)))
+        else:
+            yield found
+
+
+def _texts_of(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts of a JSON line."""
+    record, values = json_record(line), list[str]()
+    for key in keys:
+        if key not in record:
+            raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
+        values.append(require_text(record[key], f"key {key!r}", escaped=b"\\u" in line))
+    return values
+
+
+def _line_of_text(line: bytes) -> str:
+    try:
+        return line.removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from None
 
 
 def json_record(line: bytes, column: Callable[[int], int] = lambda number: number) -> dict[str, Any]:
@@ -91,37 +115,6 @@ def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
     return value
 
 
-def _parse_lines(chunk: Chunk) -> Parsed:
-    """One document a line; blank lines separate nothing and are skipped."""
-    texts: list[str] = []
-    parsed = Parsed(texts=(texts,))
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        if not line or line.isspace():
-            continue
-        try:
-            texts.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            parsed.bad.append(BadLine(chunk.source, number, not_utf8(error)))
-    return parsed
-
-
-def _parse_blocks(chunk: Chunk) -> Parsed:
-    """Paragraphs, or the whole file; a line that is not UTF-8 is left out of its document."""
-    parsed = Parsed(texts=([],))
-    lines = []
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        try:
-            lines.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            parsed.bad.append(BadLine(chunk.source, number, not_utf8(error)))
-    if chunk.unit == "file":
-        units = [lines]
-    else:
-        units = [list(group) for filled, group in groupby(lines, lambda line: bool(line.strip())) if filled]
-    parsed.texts[0].extend(text for text in map("\n".join, units) if text.strip())
-    return parsed
-
-
 def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
     """What is wrong with a line, of which `before` bytes come before those that were decoded."""
     return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at column {before + error.start + 1})"
@@ -130,17 +123,8 @@ def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
 def rendered_lines(chunk: Chunk, template: Template) -> tuple[list[list[Passage]], list[BadLine]]:
     """The passages of each line of a chunk, and the lines that hold none. Raises DataError where the template cannot be
     used at all."""
-    rendered, bad = [], []
-    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
-        if not line or line.isspace():
-            continue
-        try:
-            rendered.append(_rendered(json_record(line), template))
-        except DataError as error:
-            raise DataError(f"{chunk.source}:{number}: {error}") from error
-        except ValueError as error:
-            bad.append(BadLine(chunk.source, number, str(error)))
-    return rendered, bad
+    bad = list[BadLine]()
+    return list(_readable(chunk, lambda line: _rendered(json_record(line), template), bad)), bad
 
 
 def _rendered(record: dict[str, Any], template: Template) -> list[Passage]:

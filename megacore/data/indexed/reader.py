@@ -229,13 +229,13 @@ def _mapped(path: Path, dtype: np.dtype) -> NDArray:
         ) from error
 
 
-def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
-    """Check that tokens `[start, stop)` of the .bin are ids of a vocabulary. Raises DataError that names the file, the
+def check_token_ids(dataset: IndexedDataset, vocab_size: int, stop: int | None = None) -> None:
+    """Check that tokens `[0, stop)` of the .bin are ids of a vocabulary. Raises DataError that names the file, the
     sequence and the first id outside `[0, vocab_size)`, or a dtype without ids."""
     if dataset.dtype.kind == "f":
         raise DataError(f"{dataset.idx_path}: holds {dataset.dtype.name} values, not token ids")
     stop = dataset.num_tokens if stop is None else min(stop, dataset.num_tokens)
-    for begin in range(start, stop, _SCAN):
+    for begin in range(0, stop, _SCAN):
         _require_ids(dataset, begin, dataset.tokens(begin, min(begin + _SCAN, stop)), vocab_size)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
 from megacore.data.indexed.sidecar import Sidecar, loss_mask_prefix, open_loss_mask, read_sidecar, sidecar_path
@@ -56,20 +56,6 @@ class IndexedWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def add(self, tokens: ArrayLike) -> None:
-        """Append one sequence to the current document. Raises DataError where a token does not fit the dtype."""
-        values = np.asarray(tokens, dtype=None if len(np.atleast_1d(tokens)) else self.dtype)
-        if values.size:
-            limits = np.iinfo(self.dtype)
-            if values.min() < limits.min or values.max() > limits.max:
-                raise DataError(
-                    f"{self.prefix}: token ids {values.min()} to {values.max()} do not fit {self.dtype.name}"
-                )
-        self.extend(values.astype(self.dtype), np.array([values.size]), np.array([], np.int64))
-
-    def end_document(self) -> None:
-        self.extend(np.empty(0, self.dtype), np.array([], np.int64), np.array([0]))
-
     def begin_sequence(self, tokens: NDArray) -> None:
         """Append the first tokens of a sequence, or the next ones, which `extend` completes. `tokens`: [tokens] of the
         writer's dtype."""
@@ -87,7 +73,7 @@ class IndexedWriter:
         assert int(lengths.sum()) == self._begun + tokens.size
         self.begin_sequence(tokens)
         self._begun = 0
-        # Sequences added since the last end_document() belong to the first document that ends here.
+        # Sequences that no document ends yet belong to the first one that ends here.
         ends = self.num_sequences + np.cumsum(document_sizes, dtype=np.int64)
         with naming(self._partial):
             self._lengths.write(lengths.astype("<i4").tobytes())
@@ -121,7 +107,7 @@ class IndexedWriter:
         where nothing was written, or sequences are left that no document ends."""
         if self.num_documents == 0:
             raise DataError(f"{self.prefix}: no documents to write")
-        assert self._last_boundary == self.num_sequences, "sequences after the last end_document()"
+        assert self._last_boundary == self.num_sequences, "sequences that no document ends"
         index, note = Path(f"{self.prefix}.idx{_PARTIAL}"), Path(f"{self.prefix}.json{_PARTIAL}")
         try:
             with naming(self._partial):
