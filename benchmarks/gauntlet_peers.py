@@ -4,10 +4,15 @@
 
 Trains as benchmarks/compare.py does, on two ranks of gloo, with mistakes that can be made at torch.distributed and
 torch.optim, which these trainers call from Python: sums of gradients or activations, gathered or broadcast weights,
-moments. A mistake counts if it changes a loss by more than rounding; twice a gradient does not, as nothing is clipped
-and Adam divides it out. It is found if a rank raises an error, logs a line that it does not log without it, or computes
-a loss that is not finite, or by the trainer's own checks, which are switched on: hashes of replicas in Megatron-Core
-(check_param_hashes_across_dp_replicas, after the run), enable_sanity_checks in DeepSpeed.
+moments. The trainers' own checks are switched on: hashes of replicas in Megatron-Core
+(check_param_hashes_across_dp_replicas, after the run), enable_sanity_checks in DeepSpeed. A cell has a word for each
+layout:
+
+    found         the trainer says so: it raises an error, its check fails, or it logs a line of none of its clean runs
+    never         losses change by more than rounding, and it says nothing
+    no-change     no loss changes: twice a gradient does not, as nothing is clipped and Adam divides it out
+    hang, crash   ranks give no answer in time, or die without a word
+    unsupported   runs without a mistake fail, or differ from each other
 """
 
 from __future__ import annotations
@@ -15,17 +20,19 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import math
 import multiprocessing
 import os
+import queue
 import re
+import socket
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +46,8 @@ from tools.generated_pages import bring_up_to_date
 
 PEERS = ("deepspeed", "megatron-core")  # torch's own wrappers sum gradients in C++
 _MARKERS = "<!-- written by benchmarks/gauntlet_peers.py: begin -->", "<!-- end of others -->"
-STEPS, RANKS, SECONDS = 12, 2, 240
+STEPS, RANKS, SECONDS, CLEAN_RUNS = 12, 2, 240, 3
+_GRACE = 10.0  # seconds for the other ranks once one has raised an error
 SIZES = Sizes(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4)
 _LARGE = 1000  # elements of gradients and activations; norms and counts are smaller
 _SUMS, _SCATTERED = ("all_reduce", "reduce"), ("reduce_scatter_tensor", "_reduce_scatter_base")
@@ -98,6 +106,9 @@ class Planted:
 
     def __init__(self) -> None:
         self.mistake: Mistake | None = None
+
+    def begin(self) -> None:
+        """Before a trainer is imported, which takes the functions."""
         for name in _REAL:
             setattr(dist, name, partial(self._call, name))
 
@@ -120,7 +131,7 @@ class Planted:
         return mistake.change(_REAL[name], to, of, *given[len(names) :], **more)
 
 
-PLANTED = Planted()  # before a trainer takes the functions
+PLANTED = Planted()
 
 
 def checked(peer: str) -> str:
@@ -177,52 +188,81 @@ def train(rank: int, side: Any, job: Job, mistake: str, answers: Any) -> None:
     os._exit(0)
 
 
-def run(
-    side: Any, peer: str, kind: str, mistake: str, tokens: str, port: int
-) -> tuple[list[list[float]], str, set[str]]:
-    """Losses of both ranks, what ended or checked the run, and the lines of its log without their numbers."""
+@dataclass(frozen=True)
+class Run:
+    """What two ranks did."""
+
+    losses: Sequence[Sequence[float]]  # of each rank that answered
+    said: str = ""  # the error that a rank raised, or what its check found
+    ended: str = ""  # "hang" or "crash", where a rank did not answer
+    lines: frozenset[str] = frozenset()  # of the logs, without their numbers
+
+
+def run(side: Any, peer: str, kind: str, mistake: str, tokens: str) -> Run:
+    """Train with a mistake, or with none ("")."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
         layout, stages = layout_of(kind, RANKS), [(0, SIZES.layers + 2)]
         job = Job(
             side=peer, sizes=SIZES, layout=layout, stages=stages, tokens=tokens, weights=None, directory=directory
         )
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-        answers = context.Queue()
+        answers: Any = context.Queue()
         ranks = [context.Process(target=train, args=(rank, side, job, mistake, answers)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
-        try:
-            said = sorted(answers.get(timeout=SECONDS) for _ in ranks)
-        except Exception:
-            said = [(0, [], "a hang, or a rank that died", "")]
+        said, until = list[tuple[int, list[float], str, str]](), time.monotonic() + SECONDS
+        while len(said) < RANKS and time.monotonic() < until:
+            is_over = not any(process.is_alive() for process in ranks)  # before the look for what they left
+            try:
+                said.append(answers.get(timeout=1))
+            except queue.Empty:
+                if is_over:
+                    break
+            if any(error for _, _, error, _ in said):  # the others may wait for that rank
+                until = min(until, time.monotonic() + _GRACE)
+        ended = "" if len(said) == RANKS else "hang" if any(process.is_alive() for process in ranks) else "crash"
         for process in ranks:
             process.kill()
             process.join()
         logs = "\n".join(path.read_text(errors="replace") for path in Path(directory).glob("*.log"))
-    lines = {re.sub(r"[\d.:,e+-]+", "", line) for line in logs.splitlines()}
-    return [losses for _, losses, _, _ in said], next((e or f for _, _, e, f in said if e or f), ""), lines
+    said.sort()
+    lines = frozenset(re.sub(r"0x[\da-f]+|\d[\d.:,]*(e[+-]?\d+)?", "", line).strip() for line in logs.splitlines())
+    return Run([losses for _, losses, _, _ in said], next((e or f for _, _, e, f in said if e or f), ""), ended, lines)
 
 
-def tried(peer: str, only: str, tokens: str, ports: Iterator[int]) -> Iterator[tuple[str, str, str]]:
-    """Mistake, layout, and what finds it in a trainer."""
+def verdict(run: Run, clean: Sequence[Run]) -> str:
+    """The word for a run with a mistake. `clean`: several without one."""
+    if any(each.said or each.ended or not _alike(each, clean[0]) for each in clean):
+        return "unsupported"
+    news = sorted(run.lines.difference(*(each.lines for each in clean)))
+    if run.said or news:
+        return f"found:{run.said or news[0]}"
+    return run.ended or ("no-change" if _alike(run, clean[0]) else "never")
+
+
+def _alike(run: Run, other: Run) -> bool:
+    """Whether their losses are equal but for rounding."""
+    if list(map(len, run.losses)) != list(map(len, other.losses)):
+        return False
+    pairs = zip(chain(*run.losses), chain(*other.losses), strict=True)
+    return all(abs(a - b) <= 1e-6 * abs(b) for a, b in pairs)
+
+
+def tried(peer: str, only: str, tokens: str) -> Iterator[tuple[str, str, str]]:
+    """Mistake, layout, and the word for it in a trainer."""
     side = importlib.import_module(f"benchmarks.comparison.sides.{peer.replace('-', '_')}")
-    clean = dict[str, tuple[list[list[float]], str, set[str]]]()
+    clean = dict[str, list[Run]]()
     for name, mistake in MISTAKES.items():
         for kind in mistake.layouts if only in name else ():
             if kind not in clean:
-                clean[kind] = run(side, peer, kind, "", tokens, next(ports))
-            expected, wrong, known = clean[kind]
-            losses, found, lines = run(side, peer, kind, name, tokens, next(ports)) if not wrong else clean[kind]
-            pairs = list(zip(chain(*losses), chain(*expected), strict=False))
-            if wrong or not (found or any(not abs(a - b) <= 1e-6 * abs(b) for a, b in pairs)):
-                print(f"{peer:<14} {kind:<6} {name:<26} not tried: {wrong or 'it changes nothing'}", flush=True)
-                continue
-            if not all(math.isfinite(loss) for loss, _ in pairs):
-                found = found or "a loss that is not finite"
-            found = found or next(iter(sorted(lines - known)), "never")
-            print(f"{peer:<14} {kind:<6} {name:<26} {found}", flush=True)
-            yield name, kind, found
+                clean[kind] = [run(side, peer, kind, "", tokens) for _ in range(CLEAN_RUNS)]
+            done = verdict(run(side, peer, kind, name, tokens), clean[kind])
+            print(f"{peer:<14} {kind:<6} {name:<26} {done}", flush=True)
+            yield name, kind, done
 
 
 def main() -> int:
@@ -231,14 +271,15 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", default=[*PEERS], choices=PEERS)
     parser.add_argument("--only", default="", metavar="WORD", help="mistakes whose name has WORD")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table to a page")
-    options, ports = parser.parse_args(), count(29000 + os.getpid() % 2000)
+    options = parser.parse_args()
+    PLANTED.begin()
     cells: dict[str, list[str]] = {name: [] for name in MISTAKES}
     with tempfile.TemporaryDirectory() as directory:
         tokens = f"{directory}/tokens.npy"
         np.save(tokens, np.random.default_rng(0).integers(0, SIZES.vocab, (STEPS * SIZES.batch, SIZES.seq + 1)))
         for peer in options.peers:
             by = dict[str, dict[str, list[str]]]()
-            for name, kind, found in tried(peer, options.only, tokens, ports):
+            for name, kind, found in tried(peer, options.only, tokens):
                 by.setdefault(name, {}).setdefault(found, []).append(kind)
             for name in MISTAKES:
                 said = [f"{'-'.join(found.split())}({','.join(kinds)})" for found, kinds in by.get(name, {}).items()]

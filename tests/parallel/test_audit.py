@@ -70,9 +70,7 @@ def test_a_start_on_another_layout_takes_the_same_steps_again(run: Path) -> None
     marked.write_text(marked_in_doubt(marked.parent))  # as a run does that diverges
     status, said = audited(0, 1, [str(run)])
     assert status == 0, said
-    assert re.search(
-        r"2 starts; every seal holds\n  steps 1 to 6; of 6 steps the state: exp_avg, exp_avg_sq, model\n", said
-    )
+    assert "2 starts; every seal holds\n  steps 1 to 6; of 6 steps the state: exp_avg, exp_avg_sq, model\n" in said
     assert re.search(r"line \d+ goes back behind steps 3 to 6", said), said
     assert f"  {SAVED}: every tensor is what the ledger says\n" in said
     kept = [{**line.record, "previous": ""} for line in lines_of(run / FILE) if line.kind == "step" and line.step > 2]
@@ -172,14 +170,12 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bit of a moment": (flipped("exp_avg"), rf"^wrong: {SAVED}: exp_avg of \S+ is not what line \d+ says$"),
     "a bit, and new checksums": (forged, rf"^{NOT_SAVED}\nwrong: {SAVED}: model of \S+ is not what"),
     "the position": (lambda run: resealed(run, consumed_samples=20), rf"{NOT_SAVED}\nwrong: {SAVED}: cons"),
-    "the learning rate": (rewritten(lr="0x1p-10"), r"^wrong: line \d+ of \S+ was changed"),
     "the samples": (rewritten(samples=[8, 12]), r"^wrong: line \d+ of \S+ was changed"),
     "the loss, sealed": (rewritten(loss="0x1p+2", seals="one"), r"^wrong: line \d+ of \S+ does not follow line"),
     "the samples, all sealed": (rewritten(samples=[8, 12], seals="all"), r"^wrong: line \d+ of \S+ has step 4 from"),
     "the state, all sealed": (rewritten(state={"model": "0" * 16}, seals="all"), r"has other model after step 4"),
     "the loss, all sealed": (rewritten(loss="0x1p+2", seals="all"), r"^wrong: \S+ has no line with the seal"),
     "a line less": (reordered(lambda lines: lines[:3] + lines[4:]), r"^wrong: line 4 of \S+ does not follow line 3"),
-    "lines in another order": (reordered(lambda lines: [*lines[:2], lines[3], lines[2]]), r"^wrong: line 3 "),
     "no last line": (reordered(lambda lines: lines[:-1]), r"^wrong: \S+ has no line with the seal"),
 }  # fmt: skip
 
@@ -331,11 +327,8 @@ def test_the_commit_that_changed_a_step_is_found(tmp_path: Path) -> None:
         _, *commits = first_change(end, [], tmp_path)
         assert [commit.split(": ")[1] for commit in commits] == ["Change 4"]
     program.write_text("")
-    for end, why in (
-        ("HEAD~1", "of HEAD~1 and of HEAD, without what is not committed: "),
-        ("x", "--against x is no commit"),
-        ("HEAD~4", "not compute"),
-    ):
+    uncommitted = "of HEAD~1 and of HEAD, without what is not committed: "
+    for end, why in ("HEAD~1", uncommitted), ("x", "--against x is no commit"), ("HEAD~4", "not compute"):
         with pytest.raises(UserError, match=why):
             list(first_change(end, [], tmp_path))
 

@@ -1,12 +1,15 @@
-"""benchmarks/gauntlet.py: the mistakes of its table can be made, and its ways to look find them."""
+"""benchmarks/gauntlet.py: the mistakes of its table can be made, and its ways to look find them. Of other trainers only
+what they say themselves counts as found."""
 
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.gauntlet import BUGS, TABLE, Bug, bug_of, tried
+from benchmarks.gauntlet_peers import Run, verdict
 from megacore.verify import faults
 
 TAMPERED = [bug_of(name, row | {"layout": "one", "published": {}}) for name, row in TABLE["tamper"]["bugs"].items()]
@@ -26,3 +29,16 @@ def test_verify_and_the_audit_find_a_mistake_each() -> None:
     found = {result.name: result for bug in bugs for result in tried([bug], all_ways=False)}
     assert found["window-ignored"].found == {"verify": "against those"}
     assert found["lr-one-step-late"].by == "audit" and found["lr-one-step-late"].how.startswith("step 4 ")
+
+
+def test_of_another_trainer_only_what_it_says_is_found() -> None:
+    clean, wrong = (Run(losses, lines=frozenset({"step"})) for losses in ([[2.0, 1.0]] * 2, [[2.0, float("nan")]] * 2))
+    for run, word in (
+        (clean, "no-change"),
+        (wrong, "never"),
+        (replace(wrong, losses=[], ended="hang"), "hang"),
+        (replace(wrong, losses=[[2.0]], said="ValueError", ended="hang"), "found:ValueError"),
+        (replace(wrong, lines=frozenset({"step", "replicas differ"})), "found:replicas differ"),
+    ):
+        assert verdict(run, [clean, clean]) == word
+    assert verdict(wrong, [clean, wrong]) == "unsupported"
