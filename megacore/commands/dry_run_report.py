@@ -16,9 +16,9 @@ from megacore.models.outline import outline
 from megacore.parallel.processors import available_cores
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import plan_memory
-from megacore.plan.plan_json import cluster_json, described, layout_flags, layout_json, run_json
+from megacore.plan.plan_json import cluster_json, layout_flags, layout_json, run_json
 from megacore.plan.plan_report import fit_json, layout_lines, misfits
-from megacore.plan.planner import Origin, Plan, by_formula, exact, make_plan
+from megacore.plan.planner import Plan, by_formula, exact, make_plan
 from megacore.plan.size_unit import SizeUnit, memory_unit
 from megacore.tracer.dry_run import RankReport, run_ranks
 
@@ -40,15 +40,6 @@ _COLUMNS = (
     "microbatches",
     "result",
 )
-_COUNTED: dict[str, tuple[str, Origin]] = {
-    "rank": ("rank number", "exact"),
-    "alike": ("rank number", "exact"),
-    "coordinates": ("rank number", "exact"),
-    "microbatches": ("microbatches", "exact"),
-    "state_bytes": ("bytes", "exact"),
-    "tensor_peak_bytes": ("bytes", "exact"),
-}
-"""Bare numbers of the JSON that a plan does not have: by key, the unit and the origin."""
 
 
 def report_ranks(config: ResolvedConfig, cluster: Cluster, *, is_named: bool, as_json: bool) -> None:
@@ -127,7 +118,7 @@ def _json(config: ResolvedConfig, plan: Plan | None, reports: Sequence[RankRepor
     report = {**run_json(config, outline(config)), "layout": layout_json(config), "flags": layout_flags(config)}
     if plan is not None:
         report |= {**cluster_json(config, plan.cluster, capacity=plan.capacity), **fit_json(plan)}
-    return described({**report, "ranks": ranks}, "assumed", _COUNTED)
+    return {**report, "ranks": ranks}
 
 
 def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:

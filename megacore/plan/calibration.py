@@ -19,11 +19,10 @@ import numpy as np
 from megacore.config.messages import counted, one_of
 from megacore.errors import ConfigError
 from megacore.models.outline import outline
-from megacore.plan.cluster import CLUSTERS, FIELDS, Cluster, cluster_named, to_toml
+from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.devices import Device, Range
 from megacore.plan.measured_run import Launch, Machine, MeasuredRun, Steps
-from megacore.plan.plan_json import described
-from megacore.plan.planner import CASES, Figure, Origin, scheduled
+from megacore.plan.planner import CASES, Figure, scheduled
 from megacore.plan.row_fit import Vector, solve
 from megacore.plan.size_unit import size_unit
 from megacore.plan.step_time import step_time
@@ -264,7 +263,7 @@ def calibration_json(fit: Calibration, path: Path) -> dict[str, Any]:
     """The figures of a fit, and the fields of the cluster file that it is written to."""
     steps, seconds = fit.run.steps, fit.seconds
     figure = Figure(value=seconds.expected, unit="s", origin="fitted", low=seconds.fast, high=seconds.slow)
-    report = {
+    return {
         "path": str(path),
         "cluster": tomllib.loads(to_toml(fit.cluster)),
         "base": fit.base.name,
@@ -278,16 +277,3 @@ def calibration_json(fit: Calibration, path: Path) -> dict[str, Any]:
         "low_confidence": bool(fit.doubts),
         "doubts": list(fit.doubts),
     }
-    # Fields of the base that the fit does not change have its origin.
-    before: Origin = "fitted" if fit.base.is_fitted else "assumed"
-    by: dict[str, Origin] = {"fitted": "fitted", "machine": before if fit.machine is None else "exact", "base": before}
-    own: dict[str, tuple[str, Origin]] = {
-        **dict.fromkeys(("rows", "rows_left_out"), ("rows", "exact")),
-        "measured_seconds": ("s", "exact"),
-        "base_seconds": ("s", before),
-        "device_speed": ("times the base", "fitted"),
-        "cores": ("cores", "exact"),
-        "memory_bytes": ("bytes", "exact"),
-        **{name: (field["unit"], by[field["by"]]) for name, field in FIELDS.items()},
-    }
-    return described(report, "fitted", own)

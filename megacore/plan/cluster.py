@@ -151,9 +151,7 @@ def cluster_named(name: str) -> Cluster:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-FIELDS = tomllib.loads(Path(__file__).with_name("cluster_file.toml").read_text(encoding="utf-8"))
-"""The fields of a cluster file with numbers."""
-_NUMBERS = {name: field for name, field in FIELDS.items() if "meaning" in field}
+_NUMBERS = tomllib.loads(Path(__file__).with_name("cluster_file.toml").read_text(encoding="utf-8"))
 _RANGES = {
     "products": "product_efficiency",
     "attention": "attention_efficiency",

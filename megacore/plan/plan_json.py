@@ -1,8 +1,6 @@
-"""What the JSON of plans, searches, full dry runs and fits have in common: names, and what `numbers` tells.
+"""What the JSON of plans, searches and full dry runs have in common.
 
-What is predicted is a figure, with its unit, origin and range. Other numbers are bare, so that a script reads them in
-one step: counts and sizes, and some figures once more, with the unit in the key. `numbers` tells of each bare number
-its unit and origin, by the innermost key above it that is in report.toml.
+What is predicted is a figure, with its unit, origin and range. Other numbers are given, chosen or counted.
 """
 
 from __future__ import annotations
@@ -26,69 +24,12 @@ from megacore.models.flops import idle_parameters
 from megacore.models.outline import ModelLayer
 from megacore.plan.cluster import Cluster
 from megacore.plan.memory import RankMemory, held_after_loss, held_on_host, uses_host
-from megacore.plan.planner import Origin, by_formula, usable_host_bytes
+from megacore.plan.planner import by_formula, usable_host_bytes
 from megacore.plan.state import whole_parameters
 
 REPORT = tomllib.loads(Path(__file__).with_name("report.toml").read_text(encoding="utf-8"))
 """The tables of what the planner prints."""
 _LEFT_OUT = REPORT["left_out"]
-
-
-def described(
-    report: Mapping[str, Any], timed: Origin, own: Mapping[str, tuple[str, Origin]] | None = None
-) -> dict[str, Any]:
-    """The report with `numbers`: unit and origin of its bare numbers, by their keys.
-
-    Args:
-        report: as JSON has it.
-        timed: origin of its times.
-        own: unit and origin of numbers that only this kind of report has, by key.
-
-    Raises:
-        KeyError: a bare number of which neither is known.
-    """
-    table: dict[str, dict[str, str]] = {
-        **{key: {"unit": unit, "origin": "exact"} for key, unit in REPORT["counts"].items()},
-        **{
-            key: {"unit": unit, "origin": _origin(report, name) or origin, "figure": name}
-            for key, (unit, origin, name) in REPORT["figures"].items()
-        },
-        "hidden_seconds": {"unit": "s", "origin": timed, "figure": "hidden"},
-        "goodput": {"unit": "share", "origin": "assumed"},
-        **{key: {"unit": unit, "origin": origin} for key, (unit, origin) in (own or {}).items()},
-    }
-    present = set()
-    for path in bare_numbers(report):
-        key = next((key for key in reversed(path) if key in table), None)
-        if key is None:
-            raise KeyError(".".join(path))
-        present.add(key)
-    return {**report, "numbers": {key: about for key, about in table.items() if key in present}}
-
-
-def _origin(report: Any, name: str) -> str | None:
-    """That of the first figure, or of the first of several, which is there under this name."""
-    if isinstance(report, list):
-        return next((found for one in report if (found := _origin(one, name))), None)
-    if not isinstance(report, Mapping):
-        return None
-    figure = report.get(name)
-    if isinstance(figure, Mapping) and figure:
-        return str((figure if "origin" in figure else next(iter(figure.values())))["origin"])
-    return _origin(list(report.values()), name)
-
-
-def bare_numbers(report: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys that lead to each number of a report that is not in a figure."""
-    if isinstance(report, Mapping):
-        if not {"value", "unit", "origin"} <= report.keys():
-            for key, value in report.items():
-                yield from bare_numbers(value, (*path, key))
-    elif isinstance(report, Sequence) and not isinstance(report, str):
-        for value in report:
-            yield from bare_numbers(value, path)
-    elif isinstance(report, int | float) and not isinstance(report, bool):
-        yield path
 
 
 def run_json(config: ResolvedConfig, layers: Sequence[ModelLayer]) -> dict[str, Any]:
@@ -134,15 +75,14 @@ def cluster_json(config: ResolvedConfig, cluster: Cluster, *, capacity: float) -
         "cluster": cluster.name,
         "cluster_source": cluster.source,
         "software": cluster.software.name,
-        **_capacity_json("capacity", capacity),
-        **(_capacity_json("host_capacity", usable_host_bytes(cluster)) if uses_host(config) else {}),
+        "capacity": _capacity_json(capacity),
+        **({"host_capacity": _capacity_json(usable_host_bytes(cluster))} if uses_host(config) else {}),
     }
 
 
-def _capacity_json(name: str, size: float | None) -> dict[str, Any]:
-    """Bytes that may be taken, bare and as a figure; null: not known."""
-    figure = None if size is None else {"value": size, "unit": "bytes", "origin": "assumed", "low": None, "high": None}
-    return {f"{name}_bytes": size, name: figure}
+def _capacity_json(size: float | None) -> dict[str, Any] | None:
+    """Bytes that may be taken; None: not known."""
+    return None if size is None else {"value": size, "unit": "bytes", "origin": "assumed", "low": None, "high": None}
 
 
 def node_host_json(config: ResolvedConfig, memory: Sequence[RankMemory], cluster: Cluster) -> dict[str, Any]:
@@ -158,7 +98,7 @@ def node_host_json(config: ResolvedConfig, memory: Sequence[RankMemory], cluster
     node_ranks = cluster.device.node_ranks
     size, lost = held_on_host(config, memory, node_ranks), held_after_loss(config, memory, node_ranks)
     after = {"node_host_after_loss": asdict(by_formula(lost, low=lost))} if lost else {}
-    return {"node_host_bytes": size, "node_host": asdict(by_formula(size, low=size)), **after}
+    return {"node_host": asdict(by_formula(size, low=size)), **after}
 
 
 def layout_json(config: ResolvedConfig) -> dict[str, Any]:

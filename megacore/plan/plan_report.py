@@ -18,7 +18,6 @@ from megacore.plan.memory import GIB, RankMemory, held_after_loss
 from megacore.plan.plan_json import (
     REPORT,
     cluster_json,
-    described,
     layout_flags,
     layout_json,
     node_host_json,
@@ -302,7 +301,6 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
         "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
         "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
-        "hidden_seconds": plan.time.hidden,
         "hidden": {role: asdict(figure) for role, figure in plan.hidden().items()},
         "throughput": {name: asdict(figure) for name, figure in throughput(plan).items()},
         "bytes_per_rank_and_step": {
@@ -316,14 +314,13 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
-    return described(report, plan.timed_origin)
+    return report
 
 
 def fit_json(plan: Plan) -> dict[str, Any]:
     """Whether the plan fits, and what it is compared by."""
     return {
         "fits": plan.fits,
-        "peak_bytes": plan.fullest.expected,
         "peak": asdict(peak_figure(*plan.memory)),
         **node_host_json(plan.config, plan.memory, plan.cluster),
     }
@@ -334,9 +331,7 @@ def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
     return {
         "pp_rank": number,
         "parameters": asdict(exact(rank.parameters, "parameters")),
-        "bytes": memory_terms(rank),
         "terms": {name: asdict(figure) for name, figure in memory_figures(rank).items()},
-        "host_bytes": host_terms(rank),
         "host_terms": {name: asdict(by_formula(size, low=size)) for name, size in host_terms(rank).items()},
         "in_flight": rank.in_flight,
         "peak": asdict(peak_figure(rank)),

@@ -24,7 +24,6 @@ from megacore.models.outline import outline
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Link, Range
 from megacore.plan.measured_layouts import OF_ONE_SHAPE, Layout, MeasuredLayouts, layout_of, likeness
-from megacore.plan.plan_json import described
 from megacore.plan.planner import Origin
 from megacore.plan.step_time import step_seconds
 
@@ -359,7 +358,7 @@ def fit_json(fit: RowFit, path: Path) -> dict[str, Any]:
         }
         for number, row in enumerate(fit.rows)
     ]
-    report = {
+    return {
         "path": str(path),
         "base": fit.base.name,
         "software": fit.base.software.name,
@@ -368,10 +367,3 @@ def fit_json(fit: RowFit, path: Path) -> dict[str, Any]:
         "median_errors": {name: float(np.median(abs(error))) for name, error in errors.items()},
         "rows": rows,
     }
-    own: dict[str, tuple[str, Origin]] = {
-        "line": ("line of the file", "exact"),
-        "measured_seconds": ("s", "exact"),
-        **dict.fromkeys(errors, ("share of the measured time", "fitted")),
-        "shipped_error": ("share of the measured time", before),
-    }
-    return described(report, "fitted", own)

@@ -14,7 +14,6 @@ from megacore.plan.compare import compared, verdict
 from megacore.plan.memory import held_on_host, uses_host
 from megacore.plan.plan_json import (
     cluster_json,
-    described,
     layout_flags,
     layout_json,
     node_host_json,
@@ -157,7 +156,6 @@ def search_json(
             "flags": layout.flags,
             "layout": layout_json(layout.config),
             "fits": True,
-            "peak_bytes": layout.memory_bytes,
             "peak": asdict(peak_figure(*memory)),
             **node_host_json(layout.config, memory, cluster),
             "step_seconds": timed(layout.seconds, "s"),
@@ -174,7 +172,7 @@ def search_json(
             fields["training"] = {"tokens": tokens, "goodput": goodput, **of_training}
         return fields
 
-    report = {
+    return {
         **run_json(config, outline(config)),
         **cluster_json(offloading, cluster, capacity=found.capacity),
         "fixed": dict(found.fixed),
@@ -186,4 +184,3 @@ def search_json(
         "frontier": [row(layout) for layout in found.frontier],
         "verdicts": reasons(found, own),
     }
-    return described(report, origin)

@@ -24,7 +24,7 @@ from megacore.tracer.fake_job import absent_accelerator
 from megacore.train import gpt_task
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config
-from tests.unit.planning import numbers_without_unit
+from tests.unit.planning import wrong_figures
 
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
@@ -214,7 +214,7 @@ def test_the_command_of_gpt(outputs: dict[str, str]) -> None:
 def test_the_command_of_bert(outputs: dict[str, str]) -> None:
     found = json.loads(outputs["bert"])
     assert [rank["result"] for rank in found["ranks"]] == ["OK", "OK"]
-    assert list(numbers_without_unit(found, found["numbers"])) == []
+    assert list(wrong_figures(found)) == []
     assert (found["cluster"], found["fits"], found["world_size"], found["layout"]["tp"]) == ("cpu", True, 2, 2)
     assert [rank["coordinates"]["tp_rank"] for rank in found["ranks"]] == [0, 1]
     first = found["ranks"][0]
@@ -237,5 +237,5 @@ def test_a_job_that_does_not_fit_the_given_cluster_is_noted(outputs: dict[str, s
     assert "DOES NOT FIT: pipeline rank 0, " in note
     found = json.loads(outputs["little host memory"])
     assert found["fits"] is False
-    assert list(numbers_without_unit(found, found["numbers"])) == []
+    assert list(wrong_figures(found)) == []
     assert "DOES NOT FIT" not in outputs["gpt"]

@@ -27,7 +27,7 @@ from megacore.plan.step_time import step_seconds
 from tests.parity.runs import make_config
 from tests.plans.published import A100, MEGATRON_LM, Run, megatron_runs, single_node_runs
 from tests.plans.table import error_with, measured_rows
-from tests.unit.planning import numbers_without_unit, planned
+from tests.unit.planning import planned
 from tools.plan import main
 
 LAYOUT = "--micro-batch-size 8 --global-batch-size 512 --tp 2 --dp 32"
@@ -82,7 +82,7 @@ def test_a_command_plans_with_the_rows_and_its_file_does_again(
     rows.write_text(half_of_published(), encoding="utf-8")
     fitted = planned(capsys, f"{COMMAND} --fit {rows} --fit-out {file}")
     fit = fitted["fitted"]
-    assert fit["kept"] and len(fit["rows"]) == 13 and list(numbers_without_unit(fit, fit["numbers"])) == []
+    assert fit["kept"] and len(fit["rows"]) == 13
     errors = [abs(row["fitted_error"]) for row in fit["rows"] if not row["set_aside"]]
     assert fit["median_errors"]["fitted_error"] < max(errors) < 0.05
     assert fit["constants"]["network between nodes"]["shipped"] == {
@@ -161,11 +161,6 @@ def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsy
     assert found["machine"]["source"].startswith("of this machine")
     assert found["machine"]["cores"] == found["cluster"]["gpus_per_node"] == available_cores()
     assert found["machine"]["memory_bytes"] == pytest.approx(found["cluster"]["memory_gb"] * 1e9)
-    about = found["numbers"]
-    assert list(numbers_without_unit(found, about)) == []
-    assert about["rows"] == {"unit": "rows", "origin": "exact"}
-    assert about["peak_tflops"] == {"unit": "TFLOP/s", "origin": "fitted"}
-    assert about["node_bandwidth_gb_s"] == {"unit": "GB/s", "origin": "assumed"}  # the run has no transfers
 
 
 TIMES = ("-1.0", "0", "1e300", "NaN", "Infinity", "-Infinity", "true", "null", '"fast"', "[1]", "1e-9", "9" * 300)

@@ -12,7 +12,8 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from tools.plan import main
 
-ORIGINS = {"exact", "formula", "fitted", "assumed"}
+ORIGINS = {"exact", "traced", "formula", "fitted", "assumed"}
+NOT_PREDICTED = {"goodput", "tokens", "wall_seconds"}
 BLOOM = (
     "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 "
     "--zero-stage 1 --recompute full --schedule 1f1b --pipeline-balance parameters --cluster a100-80g"
@@ -40,21 +41,18 @@ def resolved(flags: str, kind: type[Config] = Config) -> ResolvedConfig:
     return parse_config(flags.split(), prog="pretrain_gpt.py", description="", kind=kind, planned=True)
 
 
-def numbers_without_unit(report: Any, about: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:
-    """Where a number is that is neither in a figure nor under a key that the report describes."""
-    if isinstance(report, dict):
-        if "value" in report:
-            is_whole = report.keys() == {"value", "unit", "origin", "low", "high"}
-            if not (is_whole and isinstance(report["unit"], str) and report["origin"] in ORIGINS):
-                yield ".".join(keys)
-            return
+def wrong_figures(report: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """Where a predicted number is that is no figure with a unit, an origin and a range around it."""
+    if isinstance(report, dict) and "value" in report:
+        low, high = (report["value"] if report[end] is None else report[end] for end in ("low", "high"))
+        has_origin = isinstance(report["unit"], str) and report["origin"] in ORIGINS
+        if not (len(report) == 5 and has_origin and low <= report["value"] <= high):
+            yield ".".join(keys)
+    elif isinstance(report, dict):
         for key, value in report.items():
-            if key != "numbers":
-                yield from numbers_without_unit(value, about, (*keys, key))
+            yield from wrong_figures(value, (*keys, key))
     elif isinstance(report, list):
         for value in report:
-            yield from numbers_without_unit(value, about, keys)
-    elif isinstance(report, int | float) and not isinstance(report, bool):
-        known = [about[key] for key in keys if key in about]
-        if not known or not known[-1]["unit"] or known[-1]["origin"] not in ORIGINS:
-            yield ".".join(keys)
+            yield from wrong_figures(value, keys)
+    elif isinstance(report, float) and keys[-1] not in NOT_PREDICTED:
+        yield ".".join(keys)

@@ -37,13 +37,13 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
         row["layout"]["pp"] <= 2 and row["layout"]["tp"] * row["layout"]["pp"] * row["layout"]["dp"] == 4
         for row in found["layouts"]
     )
-    assert all(row["peak_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
+    assert all(row["peak"]["value"] <= found["capacity"]["value"] for row in found["layouts"])
     plan = planned(capsys, f"{flags} {best['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"]["value"])
-    assert plan["peak_bytes"] == pytest.approx(best["peak_bytes"])
+    assert plan["peak"]["value"] == pytest.approx(best["peak"]["value"])
     for name in ("layout", "flags", "fits"):
         assert plan[name] == best[name]
-    for name in ("model", "cluster", "world_size", "global_batch_size", "capacity_bytes"):
+    for name in ("model", "cluster", "world_size", "global_batch_size", "capacity"):
         assert plan[name] == found[name]
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
@@ -164,7 +164,7 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
     assert all(row["simulated"] for row in found["frontier"])
     # Stages that are balanced by time and by parameters are listed once where they hold the same layers.
     said = [
-        (row["step_seconds"]["value"], row["peak_bytes"], row["flags"].split("--schedule")[1][:9])
+        (row["step_seconds"]["value"], row["peak"]["value"], row["flags"].split("--schedule")[1][:9])
         for row in found["layouts"]
     ]
     assert len(set(said)) == len(said)
@@ -174,7 +174,7 @@ def test_the_rows_of_a_search_are_planned_with_the_same_memory_and_time(capsys: 
     assert {schedule for schedule, *_ in rows} == {*SCHEDULES} - {"gpipe"}
     for row in [*found["frontier"], *rows.values()]:
         plan = planned(capsys, f"{flags} {row['flags']}")
-        assert plan["peak_bytes"] == row["peak_bytes"], row["flags"]
+        assert plan["peak"] == row["peak"], row["flags"]
         if row["simulated"]:
             assert plan["step_seconds"]["value"] == pytest.approx(row["step_seconds"]["value"]), row["flags"]
 

@@ -7,16 +7,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megacore.plan.checked import PUBLISHED
 from megacore.plan.memory import GIB
 from tests.patience import patience
-from tests.unit.planning import BLOOM, numbers_without_unit, planned, with_flags
+from tests.unit.planning import BLOOM, planned, with_flags, wrong_figures
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -77,7 +75,7 @@ def test_the_ways_out_fit_when_they_are_planned(
             words = with_flags(words, ["--cluster", str(cluster)])
         again = planned(capsys, " ".join(words))
         assert again["fits"], way
-        peak = again["peak_bytes"] / GIB
+        peak = again["peak"]["value"] / GIB
         assert f": {peak:,.1f} GiB" in way, (peak, way)
 
 
@@ -185,26 +183,6 @@ SPLIT = (
 )
 
 
-def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
-    """Keys whose number is not that of the figure beside it, or whose figure has another unit or no range."""
-    if isinstance(report, list):
-        for value in report:
-            yield from figures_apart(value, about)
-    elif isinstance(report, dict) and "value" not in report:
-        for key, value in report.items():
-            if key == "numbers":
-                continue
-            yield from figures_apart(value, about)
-            if "figure" not in about.get(key, {}):
-                continue
-            beside = report[about[key]["figure"]]
-            pairs = [(value, beside)] if isinstance(value, float) else [(value[name], beside[name]) for name in value]
-            for number, figure in pairs:
-                has_range = key.endswith("capacity_bytes") or figure["low"] <= number <= figure["high"]
-                if figure["value"] != number or figure["unit"] != about[key]["unit"] or not has_range:
-                    yield key
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -215,12 +193,9 @@ def figures_apart(report: Any, about: dict[str, Any]) -> Iterator[str]:
         "pretrain_gpt.py --preset gpt2-small --cluster laptop --world-size 2 --search --max-tp 1",
     ],
 )
-def test_every_number_has_a_unit_an_origin_and_if_it_is_predicted_a_range(
-    flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_predicted_has_a_unit_an_origin_and_a_range(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(capsys, flags)
-    assert list(numbers_without_unit(report, report["numbers"])) == []
-    assert list(figures_apart(report, report["numbers"])) == []
+    assert list(wrong_figures(report)) == []
 
 
 @pytest.mark.parametrize("flags", [BLOOM, SPLIT])
@@ -261,10 +236,11 @@ def test_the_copies_of_survive_are_in_host_memory(dp: int, nodes: int, capsys: p
     flags = f"pretrain_gpt.py --preset gpt2-small --global-batch-size 16 --dp {dp} --cluster h100 --survive"
     plan, without = planned(capsys, flags), planned(capsys, flags.removesuffix(" --survive"))
     of_rank = 2 * 12 * plan["parameters"]["value"] / dp
-    assert plan["memory"][0]["host_bytes"] == {"copies of --survive": pytest.approx(of_rank, rel=0.001)}  # padding
-    assert plan["node_host_bytes"] == pytest.approx(8 * nodes * of_rank, rel=0.001)
+    (copies,) = plan["memory"][0]["host_terms"].items()
+    assert (copies[0], copies[1]["value"]) == ("copies of --survive", pytest.approx(of_rank, rel=0.001))  # padding
+    assert plan["node_host"]["value"] == pytest.approx(8 * nodes * of_rank, rel=0.001)
     assert nodes == 1 or plan["node_host_after_loss"]["value"] == pytest.approx(16 * of_rank, rel=0.001)
-    assert plan["peak_bytes"] == without["peak_bytes"] and "node_host_bytes" not in without
+    assert plan["peak"] == without["peak"] and "node_host" not in without
 
 
 def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,9 +248,9 @@ def test_a_search_leaves_out_what_the_host_cannot_hold(tmp_path: Path, capsys: p
     with_all = planned(capsys, f"{flags} --cluster h100")
     small = cluster(tmp_path, "host_memory_gb = 64")
     found = planned(capsys, f"{flags} {small}")
-    usable = found["host_capacity_bytes"]
-    assert max(layout["node_host_bytes"] for layout in found["layouts"]) <= usable
-    kept = [layout["flags"] for layout in with_all["layouts"] if layout["node_host_bytes"] <= usable]
+    usable = found["host_capacity"]["value"]
+    assert max(layout["node_host"]["value"] for layout in found["layouts"]) <= usable
+    kept = [layout["flags"] for layout in with_all["layouts"] if layout["node_host"]["value"] <= usable]
     assert 0 < len(kept) < len(with_all["layouts"])
     assert sorted(layout["flags"] for layout in found["layouts"]) == sorted(kept)
     assert main(f"{flags} --dp 8 --zero-stage 0 {small}".split()) == 2

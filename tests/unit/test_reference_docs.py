@@ -162,7 +162,7 @@ def test_the_keys_of_a_plan_are_those_of_the_page(capsys: pytest.CaptureFixture[
                 shown.setdefault(kind, set()).update(re.findall(r"`(\w+)`", keys))
     of_plan = shown["both"] | shown["plan"]
     assert plan.keys() <= of_plan
-    of_offloading = {f"{name}{suffix}" for name in ("host_capacity", "node_host") for suffix in ("", "_bytes")}
+    of_offloading = {"host_capacity", "node_host"}
     assert of_plan - plan.keys() == {"active_parameters", "ways_out", *of_offloading}
     assert plan_tool([*words.replace("--tp 2", "--world-size 2 --search").split()]) == 0
     found = json.loads(capsys.readouterr().out)
