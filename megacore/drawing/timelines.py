@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,48 +32,21 @@ _GAP, _GAP_OF_MESSAGES = 4.0, 8.0  # between rows
 _LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
 _DIGIT = 0.58  # width of a digit, of its size
 _MANY_MS = 10_000.0  # from this on an axis in milliseconds is labelled in seconds
-_BREAK = 18.0  # width of the break where a part is left out
-
-
-class LeftOut(NamedTuple):
-    """A part of a time line that is not drawn, between two moments at which every rank is at the same place of its
-    schedule, so many microbatches later."""
-
-    at: float  # when it begins; the time line goes on from there
-    duration: float  # how long it takes
-    microbatches: int  # how many later
 
 
 class Scale(NamedTuple):
-    """From time to pixels, with a break where a part is left out."""
+    """From time to pixels."""
 
-    end: float  # of the time line, as it is drawn
+    end: float  # of the time line
     pixels: float  # of one unit of time
-    left_out: LeftOut | None = None
 
     @property
     def width(self) -> float:
-        return self.end * self.pixels + (0.0 if self.left_out is None else _BREAK)
+        return self.end * self.pixels
 
-    def pieces(self, start: float, end: float) -> list[Piece]:
-        """Where a stretch of time is drawn: in two pieces, if it contains the break."""
-        x = _LEFT + start * self.pixels
-        if self.left_out is None or end <= self.left_out.at:
-            return [Piece(x, (end - start) * self.pixels, 0.0, 0)]
-        at, duration, microbatches = self.left_out
-        first = max(start, at)
-        after = Piece(_LEFT + first * self.pixels + _BREAK, (end - first) * self.pixels, duration, microbatches)
-        return [after] if start >= at else [Piece(x, (at - start) * self.pixels, 0.0, 0), after]
-
-
-class Piece(NamedTuple):
-    """A stretch of time in pixels, and by how much its times and the numbers of its microbatches are later than those
-    of the time line."""
-
-    x: float
-    width: float
-    later: float
-    microbatches: int
+    def x(self, time: float) -> float:
+        """Where a moment is drawn."""
+        return _LEFT + time * self.pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +60,6 @@ class Panel:
     is_v: bool = False  # whether they are placed as a V
     # Time of a message between stages, to draw each as a line from rank to rank; None: draw none.
     transfer: float | None = None
-    left_out: LeftOut | None = None  # a part of the step that the time line does not have, if there is one panel
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
@@ -97,7 +69,7 @@ def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
     width = max(width, min(end / _shortest_stage(panels) * _least_box(panels), _WIDEST_FOR_NUMBERS))
     drawing = Drawing(title="; ".join(f"{panel.title}: {panel.bubble}" for panel in panels), width=0, height=0)
-    scale = Scale(end, width / end, panels[0].left_out)
+    scale = Scale(end, width / end)
     y = _TOP
     for panel in panels:
         painter = _Painter(drawing, panel, scale, _number_size(panels, typical, scale.pixels), _digits(panels))
@@ -153,36 +125,32 @@ class _Painter:
                 continue
             rank, other = (placement.rank_of(action.stage) for action in transfer)
             y1, y2 = (top + number * self.pitch + self.row / 2 for number in (rank, other))
-            pieces = self.scale.pieces(span.end, span.end + (self.panel.transfer or 0.0))
-            if len(pieces) == 1:
-                x, width, *_ = pieces[0]
-                self.marks.append(Line(x1=x, y1=y1, x2=x + width, y2=y2, color=_MESSAGE))
+            x = self.scale.x(span.end)
+            width = (span.end + (self.panel.transfer or 0.0) - span.end) * self.scale.pixels
+            self.marks.append(Line(x1=x, y1=y1, x2=x + width, y2=y2, color=_MESSAGE))
 
     def _row(self, y: float, rank: int) -> None:
         self.marks.append(Words(x=_LEFT - 10, y=y + self.row / 2, text=f"rank {rank}", anchor="end"))
-        for x, width, *_ in self.scale.pieces(0.0, self.panel.timeline.end):
-            self.marks.append(
-                Box(
-                    x=x, y=y, width=width, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble"
-                )
-            )
+        x, width = self.scale.x(0.0), self.panel.timeline.end * self.scale.pixels
+        self.marks.append(
+            Box(x=x, y=y, width=width, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble")
+        )
 
     def _box(self, y: float, span: Span) -> None:
-        for piece in self.scale.pieces(span.start, span.end):
-            action = replace(span.action, microbatch=span.action.microbatch + piece.microbatches)
-            fill = _shade(COLORS[action.op], action.stage // self.ranks, self.panel.virtual_stages)
-            note = (
-                f"{action}: {NAMES[action.op]} of microbatch {action.microbatch} at stage {action.stage}, "
-                f"from {span.start + piece.later:.6g} to {span.end + piece.later:.6g}"
-            )
-            edge = _WHITE if piece.width >= 3 else None
-            box = Box(x=piece.x, y=y, width=piece.width, height=self.row, fill=fill, edge=edge, note=note)
-            self.marks.append(box)
-            size = min(self.number_size, self.row * 0.6, (piece.width - 1) / (self.digits * _DIGIT))
-            if size >= _SMALLEST_NUMBER:  # the longest number fits: boxes of one width all have their numbers, or none
-                ink, x = _WHITE if _brightness(fill) < 0.6 else _INK, piece.x + piece.width / 2
-                middle, number = y + self.row / 2, str(action.microbatch)
-                self.marks.append(Words(x=x, y=middle, text=number, size=size, anchor="middle", color=ink))
+        x, width = self.scale.x(span.start), (span.end - span.start) * self.scale.pixels
+        action = span.action
+        fill = _shade(COLORS[action.op], action.stage // self.ranks, self.panel.virtual_stages)
+        note = (
+            f"{action}: {NAMES[action.op]} of microbatch {action.microbatch} at stage {action.stage}, "
+            f"from {span.start:.6g} to {span.end:.6g}"
+        )
+        edge = _WHITE if width >= 3 else None
+        self.marks.append(Box(x=x, y=y, width=width, height=self.row, fill=fill, edge=edge, note=note))
+        size = min(self.number_size, self.row * 0.6, (width - 1) / (self.digits * _DIGIT))
+        if size >= _SMALLEST_NUMBER:  # the longest number fits: boxes of one width all have their numbers, or none
+            ink, middle = _WHITE if _brightness(fill) < 0.6 else _INK, y + self.row / 2
+            number = str(action.microbatch)
+            self.marks.append(Words(x=x + width / 2, y=middle, text=number, size=size, anchor="middle", color=ink))
 
 
 def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
@@ -216,8 +184,7 @@ def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float
 
 
 def _digits(panels: Sequence[Panel]) -> int:
-    later = max(0 if panel.left_out is None else panel.left_out.microbatches for panel in panels)
-    return len(str(later + max(span.action.microbatch for span in _spans(panels))))
+    return len(str(max(span.action.microbatch for span in _spans(panels))))
 
 
 def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
@@ -226,23 +193,13 @@ def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
 
 def axis(drawing: Drawing, y: float, scale: Scale, *, unit: str) -> float:
     """A time axis at a height, of a long time in milliseconds with labels in seconds; returns where it ends."""
-    skipped = 0.0 if scale.left_out is None else scale.left_out.duration
-    shown, part = ("s", 1e-3) if unit == "ms" and scale.end + skipped >= _MANY_MS else (unit, 1.0)
+    shown, part = ("s", 1e-3) if unit == "ms" and scale.end >= _MANY_MS else (unit, 1.0)
     step = _round_step(scale.end / 10)
-    broken = None if scale.left_out is None else _LEFT + scale.left_out.at * scale.pixels
-    for x, width, later, _ in scale.pieces(0.0, scale.end):
-        drawing.marks.append(Line(x1=x, y1=y, x2=x + width, y2=y, color=_GREY))
-        first = scale.left_out.at + later if scale.left_out is not None and later else 0.0
-        for number in range(math.ceil(first / step - 1e-9), int((first + width / scale.pixels) / step + 1e-9) + 1):
-            tick = x + (number * step - first) * scale.pixels
-            if broken is not None and abs(tick - broken - _BREAK / 2) < _BREAK:
-                continue  # the marks of the break are there
-            drawing.marks.append(Line(x1=tick, y1=y, x2=tick, y2=y + 4, color=_GREY))
-            text = f"{number * step * part:,.10g}"
-            drawing.marks.append(Words(x=tick, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
-    if broken is not None:
-        for edge in (broken, broken + _BREAK):
-            drawing.marks.append(Line(x1=edge - 4, y1=y + 6, x2=edge + 4, y2=y - 6, color=_GREY))
+    drawing.marks.append(Line(x1=_LEFT, y1=y, x2=_LEFT + scale.width, y2=y, color=_GREY))
+    for number in range(int(scale.end / step + 1e-9) + 1):
+        tick, text = scale.x(number * step), f"{number * step * part:,.10g}"
+        drawing.marks.append(Line(x1=tick, y1=y, x2=tick, y2=y + 4, color=_GREY))
+        drawing.marks.append(Words(x=tick, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
     drawing.marks.append(Words(x=_LEFT - 10, y=y + 13, text=shown, size=11, anchor="end", color=_GREY))
     return y + 30
 

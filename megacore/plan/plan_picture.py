@@ -14,7 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
 from megacore.drawing.curves import Curve, Dot, curves
-from megacore.drawing.timelines import LeftOut, Panel, Scale, axis, diagram, heading
+from megacore.drawing.timelines import Panel, Scale, axis, diagram, heading
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import placement
 from megacore.pipeline.simulator import Timeline
@@ -26,7 +26,7 @@ from megacore.plan.size_unit import SizeUnit, memory_unit, size_unit
 from megacore.plan.stage_time import speed_of
 from megacore.plan.step_time import pipeline_costs, timeline
 
-_GREY, _LIMIT, _DOT, _WHITE = "#6b7280", "#c2410c", "#b8bfca", "#ffffff"
+_GREY, _LIMIT, _DOT = "#6b7280", "#c2410c", "#b8bfca"
 _USED, _KEPT = "#2f66b0", "#9db7d9"  # memory: state, activations
 _KINDS = (
     (_USED, "weights, gradients, optimizer, buffers"),
@@ -34,116 +34,67 @@ _KINDS = (
 )
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _PEAK = 120.0  # for the peaks beside the rows
-_STRIP = 10.0  # height of a rank's state where it is not to scale
 _TALL_ROWS = 16  # ranks of a memory picture with tall rows, one each; of more ranks, those that are alike share one
 _SLOWEST = 4  # times the fastest layout of a search: slower ones are not drawn
 _NUMBERED = 12  # layouts of the frontier, the fastest ones, that have a number and are listed under the picture
-_ROUNDS = (1.5, 2.0, 3.0, 4.0)  # microbatches per rank that are drawn: the first of these that show what repeats
-_ROUNDS_ALONE = 2.0  # the same if none of them shows it, and the step has more than the last of them
-_FEWEST = 8  # microbatches that are drawn, if there are as many
-_ALIKE = 0.005  # of a time line: times that differ by less are equal in a picture
+_ROUNDS = 2.0  # microbatches per rank that are drawn
+_FEWEST = 8  # the same in all, if there are as many
 
 
 class _Drawn(NamedTuple):
     """What is drawn of a step.
 
     Attributes:
-        timeline: of a step with fewer microbatches, in milliseconds.
+        timeline: of a step with as many microbatches as can be told apart, in milliseconds.
         microbatches: their number.
         transfer: time of a transfer between two stages, in milliseconds.
-        bubble: of the busiest rank, as a share of the time line, as the plan has it of the step.
-        left_out: what the step has more, in the middle; None: nothing, or it has no place at which all ranks repeat
-            what they do.
+        bubble: of the busiest rank, as a share of the time line.
     """
 
     timeline: Timeline
     microbatches: int
     transfer: float
     bubble: float
-    left_out: LeftOut | None
 
 
 def _drawn(plan: Plan) -> _Drawn:
-    """The time line of as many microbatches as can be told apart."""
-    config = plan.config
-    m, p = config.microbatches, config.parallel.pp
+    config, count = plan.config, _count(plan.config)
     costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
-    left_out = None
-    for count in _counts(config):
-        drawn, longer = timeline(config, costs, count), timeline(config, costs, count + p)
-        if (at := repeating(drawn, longer, p)) is not None:
-            more, duration = m - count, longer.end - drawn.end
-            left_out = LeftOut(at, duration * more / p, more)
-            break
-    else:
-        count = m if _count(config, _ROUNDS[-1]) == m else _count(config, _ROUNDS_ALONE)
-        drawn = timeline(config, costs, count)
-    instant = timeline(config, replace(costs, transfer=0.0), count)
+    drawn, instant = timeline(config, costs, count), timeline(config, replace(costs, transfer=0.0), count)
     bubble = max(instant.end - max(instant.busy), 0.0) / drawn.end
-    return _Drawn(drawn, count, costs.transfer, bubble, left_out)
+    return _Drawn(drawn, count, costs.transfer, bubble)
 
 
-def _counts(config: ResolvedConfig) -> list[int]:
-    """Numbers of microbatches of which a part of the step may repeat, the smallest first: fewer than it has."""
-    counts = dict.fromkeys(_count(config, rounds) for rounds in _ROUNDS)
-    return [count for count in counts if count < config.microbatches]
-
-
-def _count(config: ResolvedConfig, rounds: float) -> int:
-    """Microbatches to draw of a step, in so many rounds."""
+def _count(config: ResolvedConfig) -> int:
+    """Microbatches to draw of a step."""
     m, p = config.microbatches, config.parallel.pp
     if config.parallel.schedule_csv is not None:
         return m
-    count = min(m, max(round(rounds * p), _FEWEST))
+    count = min(m, max(round(_ROUNDS * p), _FEWEST))
     if config.parallel.schedule == "interleaved":  # of whole rounds
         return max(count // p * p, min(p, m))
     return count
 
 
-def repeating(line: Timeline, longer: Timeline, microbatches: int) -> float | None:
-    """A moment of a time line at which a number of microbatches more make the longer one: what is before it is equal,
-    and what is after it is equal but for the time and the numbers of the microbatches. None: there is none."""
-    later, near = longer.end - line.end, _ALIKE * line.end
-    first, last = 0.0, line.end
-    for spans, more in zip(line.spans, longer.spans, strict=True):
-        for span, other in zip(spans, more, strict=False):
-            if span.action != other.action or abs(span.start - other.start) > near:
-                last = min(last, span.start)
-                break
-        for span, other in zip(reversed(spans), reversed(more), strict=False):
-            action = replace(span.action, microbatch=span.action.microbatch + microbatches)
-            if action != other.action or abs(span.start + later - other.start) > near:
-                first = max(first, span.end)
-                break
-    ends = [span.end for span in line.spans[0] if first <= span.end <= last]
-    return min(ends, key=lambda end: abs(end - (first + last) / 2), default=None)
-
-
 def _microbatches(plan: Plan, drawn: _Drawn) -> str:
     """What is drawn, in words."""
     m = plan.config.microbatches
-    if drawn.microbatches == m or drawn.left_out is not None:
+    if drawn.microbatches == m:
         return f"{m:,} microbatch{'es' * (m > 1)}"
     return f"a step with {counted(drawn.microbatches, 'microbatch', 'microbatches')} in place of {m:,}"
-
-
-def _at_the_break(plan: Plan, left_out: LeftOut) -> str:
-    return f"{left_out.microbatches:,} of {plan.config.microbatches:,} microbatches left out at the break"
 
 
 def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
     drawn = _drawn(plan)
-    line, count, transfer, bubble, left_out = drawn
+    line, count, transfer, bubble = drawn
     config, whole = plan.config, plan.time.bubble / plan.time.seconds
     said = f"step {four_digits(plan.time.seconds)} s"
     is_pipeline = config.parallel.pp > 1
     if is_pipeline:
         three_digits = f"{transfer:,.0f}" if transfer >= 100 else f"{transfer:#.3g}"
         said = f"{said}, bubble of the busiest rank {whole:.1%} of it; a transfer takes {three_digits} ms"
-    if left_out is not None:
-        said = f"{said}; {_at_the_break(plan, left_out)}"
-    elif count < config.microbatches:
+    if count < config.microbatches:
         said = f"with {config.microbatches:,} microbatches: {said}"
         said = f"bubble of the busiest rank {bubble:.1%} of what is drawn; {said}" if is_pipeline else said
     schedule = "own schedule" if config.parallel.schedule_csv is not None else config.parallel.schedule_name
@@ -156,7 +107,6 @@ def timeline_picture(plan: Plan) -> Drawing:
         virtual_stages=config.parallel.virtual_stages,
         is_v=placement(config.parallel).is_v,
         transfer=transfer if is_pipeline else None,
-        left_out=left_out,
     )
     return diagram([panel], unit="ms")
 
@@ -169,24 +119,18 @@ def memory_picture(plan: Plan) -> Drawing:
     are many ranks, one row stands for consecutive ranks that take the same."""
     drawn = _drawn(plan)
     line = drawn.timeline
-    scale = Scale(line.end, _WIDTH / line.end, drawn.left_out)
-    memory = plan.memory if drawn.left_out is not None else memory_with(plan, drawn.microbatches)
+    scale = Scale(line.end, _WIDTH / line.end)
+    memory = memory_with(plan, drawn.microbatches)
     fullest = max(rank.expected for rank in memory)
     top = max(plan.capacity, fullest)
     unit = memory_unit(memory)
     if fullest < plan.capacity / 4:  # the bars would be lines
         top = fullest
-    height_note = f"the full row height is {unit.text(top)}"
-    changing = max(rank.expected - _constant(rank) for rank in memory)
-    cut = 0 < changing < top / 4
-    if cut:  # what changes would be lines
-        top = changing
-        height_note = f"the dark strip is not to scale; above the strip, the full row height is {unit.text(top)}"
-    is_limited = not cut and top >= plan.capacity
+    is_limited = top >= plan.capacity
     usable = size_unit([plan.capacity]).text(plan.capacity)
     title = f"predicted memory per rank; usable: {usable} ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + scale.width + _PEAK, height=0)
-    notes = [_microbatches(plan, drawn) if drawn.left_out is None else _at_the_break(plan, drawn.left_out)]
+    notes = [_microbatches(plan, drawn)]
     whole = memory_unit(plan.memory).text(plan.fullest.expected)
     if unit.text(fullest) != whole:
         notes.append(f"the peak grows with the microbatches: {whole} with {plan.config.microbatches:,}")
@@ -194,13 +138,14 @@ def memory_picture(plan: Plan) -> Drawing:
     rows = [(range(n, n + 1), rank) for n, rank in enumerate(memory)] if is_tall else list(rank_kinds(memory))
     if len(rows) < len(memory):
         notes.append("a row of several ranks has the times of the first one")
-    y = heading(drawing, _TOP, title=title, notes="; ".join([*notes, height_note]), width=scale.width) + 4
+    notes.append(f"the full row height is {unit.text(top)}")
+    y = heading(drawing, _TOP, title=title, notes="; ".join(notes), width=scale.width) + 4
     row = 46.0 if is_tall else 30.0
     for ranks, rank in rows:
         words = Words(x=_LEFT - 10, y=y + row / 2, text=_named(ranks), anchor="end")
         drawing.marks.append(words)
         changes = held_over_time(rank.pp_rank, line, len(memory))
-        _memory_row(drawing, plan, rank, changes, unit=unit, area=_Area(y, row, scale, top, cut))
+        _memory_row(drawing, plan, rank, changes, unit=unit, area=_Area(y, row, scale, top))
         y += row + 8
     y = axis(drawing, y, scale, unit="ms")
     x = _LEFT
@@ -249,25 +194,17 @@ class _Area(NamedTuple):
     Attributes:
         y, height: in pixels.
         scale: of the time, in milliseconds.
-        top: bytes of the height, or, if it is cut, of what is above the strip.
-        cut: whether the state is a strip that is not to scale.
+        top: bytes of the height.
     """
 
     y: float
     height: float
     scale: Scale
     top: float
-    cut: bool
 
-    def span(self, base: float, low: float, size: float) -> tuple[float, float]:
-        """The upper edge and the height of bytes from `low` on, above a state of `base` bytes."""
-        bottom = self.y + self.height
-        if not self.cut:
-            return bottom - self.height * (low + size) / self.top, self.height * size / self.top
-        if low < base:
-            return bottom - _STRIP, _STRIP
-        tall = self.height - _STRIP
-        return bottom - _STRIP - tall * (low + size - base) / self.top, tall * size / self.top
+    def span(self, low: float, size: float) -> tuple[float, float]:
+        """The upper edge and the height of bytes from `low` on."""
+        return self.y + self.height * (1 - (low + size) / self.top), self.height * size / self.top
 
 
 def _constant(rank: RankMemory) -> float:
@@ -282,14 +219,11 @@ def _memory_row(
 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:
-            upper, tall = area.span(base, low, size)
-            for x, width, *_ in area.scale.pieces(start, end):
-                drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
+            upper, tall = area.span(low, size)
+            x, width = area.scale.x(start), (end - start) * area.scale.pixels
+            drawing.marks.append(Box(x=x, y=upper, width=width, height=tall, fill=fill, note=note))
 
     layer(0.0, end_of_pass, 0.0, base, _USED, f"state and buffers: {unit.text(base)}")
-    if area.cut:
-        state = Words(x=_LEFT + 4, y=area.y + area.height - _STRIP / 2, text=unit.text(base), size=8, color=_WHITE)
-        drawing.marks.append(state)
     in_flight = max((change.microbatches for change in changes), key=sum)
     shared = rank.activations + rank.working - _product(in_flight, rank.microbatch)  # beside any number of microbatches
     for held, end in zip(changes, [change.start for change in changes[1:]] + [end_of_pass], strict=True):
@@ -298,10 +232,9 @@ def _memory_row(
         kept = shared + _product(held.microbatches, rank.microbatch)
         note = f"{counted(sum(held.microbatches), 'microbatch', 'microbatches')}: {unit.text(base + kept)}"
         layer(held.start, end, base, kept, _KEPT, note)
-    if not area.cut and area.top >= plan.capacity:
-        limit, _ = area.span(base, plan.capacity, 0.0)
-        for x, width, *_ in area.scale.pieces(0.0, end_of_pass):
-            drawing.marks.append(Line(x1=x, y1=limit, x2=x + width, y2=limit, color=_LIMIT))
+    if area.top >= plan.capacity:
+        limit, _ = area.span(plan.capacity, 0.0)
+        drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=_LEFT + area.scale.width, y2=limit, color=_LIMIT))
     right = _LEFT + area.scale.width
     drawing.marks.append(Words(x=right + 8, y=middle, text=f"peak {unit.text(rank.expected)}", size=12))
 
