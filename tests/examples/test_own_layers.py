@@ -1,6 +1,9 @@
-"""examples/custom_block and examples/custom_optimizer: on every layout they compute what plain torch computes."""
+"""examples/custom_block, and the optimizer of docs/extend: on every layout they compute what plain torch computes."""
 
 from __future__ import annotations
+
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import custom_block
-import custom_optimizer
 from gated_convolution import GatedConvolution
-from megacore.config import ParallelConfig
-from megacore.parallel.mesh import ALONE
+from megacore.config import OptimizerConfig, ParallelConfig
+from megacore.parallel.mesh import ALONE, build_mesh
+from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
+from tests.pages import ROOT, write_files
 
 
 def plain_block(block: GatedConvolution, x: torch.Tensor) -> torch.Tensor:
@@ -51,22 +55,36 @@ def test_the_block_trains_alike_on_every_layout(layout: dict[str, int]) -> None:
         assert found == pytest.approx(alone, rel=1e-5)
 
 
+LR, MOMENTUM, WEIGHT_DECAY = 2e-3, 0.9, 0.01
+LAYERS = [
+    Layer("in", nn.Linear, 20, 64),
+    Layer("act", nn.GELU),
+    Layer("mid", nn.Linear, 64, 64),
+    Layer("head", nn.Linear, 64, 4),
+]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :4].argmax(dim=1)
+
+
 def signum_of_the_paper(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Plain torch: one process, the whole batch."""
-    modules = {layer.name: layer.build(1234) for layer in custom_optimizer.LAYERS}
+    modules = {layer.name: layer.build(1234) for layer in LAYERS}
     model = nn.Sequential(*modules.values())
     momenta = [torch.zeros_like(parameter) for parameter in model.parameters()]
     losses = []
     for step in range(steps):
-        x, labels = custom_optimizer.batch(step)
+        x, labels = batch(step)
         loss = F.cross_entropy(model(x), labels)
         losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient, momentum in zip(model.parameters(), gradients, momenta, strict=True):
-                momentum.mul_(custom_optimizer.MOMENTUM).add_(gradient, alpha=1 - custom_optimizer.MOMENTUM)
-                decay = custom_optimizer.WEIGHT_DECAY if parameter.dim() > 1 else 0.0
-                parameter.mul_(1 - custom_optimizer.LR * decay).sub_(momentum.sign(), alpha=custom_optimizer.LR)
+                momentum.mul_(MOMENTUM).add_(gradient, alpha=1 - MOMENTUM)
+                decay = WEIGHT_DECAY if parameter.dim() > 1 else 0.0
+                parameter.mul_(1 - LR * decay).sub_(momentum.sign(), alpha=LR)
     names = [f"{name}.{local}" for name, module in modules.items() for local, _ in module.named_parameters()]
     return losses, dict(zip(names, model.parameters(), strict=True))
 
@@ -74,21 +92,37 @@ def signum_of_the_paper(steps: int) -> tuple[list[float], dict[str, torch.Tensor
 Trained = tuple[list[float], dict[str, list[float]]]
 
 
-def trained(rank: int, ranks: int, layout: dict[str, int]) -> Trained:
-    losses, weights = custom_optimizer.train(ParallelConfig(device="cpu", **layout), 5)  # type: ignore[arg-type]
-    return losses, {name: weight.flatten().tolist() for name, weight in weights.items()}
+def trained(rank: int, ranks: int, layout: dict[str, int], signum: str) -> Trained:
+    mesh = build_mesh(parallel := ParallelConfig(device="cpu", **layout))  # type: ignore[arg-type]
+    engine = PipelineEngine(
+        LAYERS,
+        loss=F.cross_entropy,
+        parallel=parallel,
+        mesh=mesh,
+        num_microbatches=4 // mesh.batch.size,
+        optimizer=OptimizerConfig(lr=LR, lr_decay_style="constant", weight_decay=WEIGHT_DECAY, clip_grad=0.0),
+        optimizer_settings=runpy.run_path(signum)["SignumConfig"](signum_momentum=MOMENTUM),
+        train_iters=5,
+        reproducible=True,  # a sign makes much of a rounding error: with this flag there are none between layouts
+    )
+    losses = [float(engine.train_batch(engine.split(*batch(step)))) for step in range(5)]
+    weights = {name: weight.flatten().tolist() for name, weight in engine.state_dict().items()}
+    engine.close()
+    return losses, weights
 
 
 _SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ({"zero_stage": 1}, {"zero_stage": 2}, {"pp": 2})]
 
 
 @pytest.mark.parametrize("layout", [{"zero_stage": 3}, *_SLOW], ids=str)
-def test_the_optimizer_takes_the_steps_of_the_paper_on_every_layout(layout: dict[str, int]) -> None:
-    losses, weights = run_distributed(trained, 1, {}, init=False)[0]
+def test_the_optimizer_takes_the_steps_of_the_paper_on_every_layout(layout: dict[str, int], tmp_path: Path) -> None:
+    write_files(ROOT / "docs" / "extend" / "optimizer.md", tmp_path)
+    signum = str(tmp_path / "signum.py")
+    losses, weights = run_distributed(trained, 1, {}, signum, init=False)[0]
     expected, reference = signum_of_the_paper(5)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert weights.keys() == reference.keys()
     for name, weight in weights.items():
         off = [abs(a - b) > 1e-6 for a, b in zip(weight, reference[name].flatten().tolist(), strict=True)]
         assert sum(off) <= 2, f"{name}: a gradient near 0 may round to the other sign, and no more"
-    assert run_distributed(trained, 2, layout, init=False) == [(losses, weights)] * 2
+    assert run_distributed(trained, 2, layout, signum, init=False) == [(losses, weights)] * 2

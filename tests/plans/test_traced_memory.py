@@ -26,6 +26,7 @@ from megacore.tracer.dry_run import RankReport, run_rank
 from megacore.tracer.fake_job import absent_accelerator
 from tests.distributed import run_distributed
 from tests.e2e.launching import environment, run_cold, run_warm
+from tests.pages import ROOT, write_files
 from tests.patience import patience, until
 from tests.plans.published import traced, whole
 
@@ -95,25 +96,13 @@ def test_the_estimate_is_near_the_trace(words: str) -> None:
         assert one.certain <= 1.01 * other.expected_tensors
 
 
-OWN = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import signum
-from pretrain_gpt import main
-signum.register()
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("kind", ["--dry-run", pytest.param("--dry-run=full", marks=pytest.mark.slow)])
 def test_own_optimizers_are_traced_and_not_kept(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations with sections of their own cannot be pickled, and their sources are in no key of the cache."""
     words = "--preset gpt2-tiny --vocab-size 512 --mock-data --train-iters 9 --pp 2 --dp 1 --optimizer signum"
-    example = str(Path(__file__).parents[2] / "examples" / "custom_optimizer")
-    (script := tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    write_files(ROOT / "docs" / "extend" / "optimizer.md", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = run_warm(script, example, kind, *words.split(), "--global-batch-size", 2, timeout=120)
+    done = run_warm(tmp_path / "pretrain_signum.py", kind, *words.split(), "--global-batch-size", 2, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("bytes: traced" if kind == "--dry-run" else "2 of them OK") in done.stdout
     assert not list(tmp_path.rglob("*.json"))
