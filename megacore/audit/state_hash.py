@@ -1,7 +1,7 @@
 """A 64-bit hash of global tensors, of which each rank adds up what it holds: equal on every layout.
 
 A tensor is read as integers x of its element size. Its hash is the sum of x[i, j, ...] * a[i] * b[j] * ... modulo 2^64,
-with fixed random odd factors for the indices of each dimension (as parallel/bit_hash.py has them for flat tensors), and
+with fixed random odd factors for the indices of each dimension (as observe/bit_hash.py has them for flat tensors), and
 a factor for the tensor's name. The sum of integers depends neither on the order nor on who adds which part, so that
 slices of any layout, and shards of slices, give the same number. Odd factors have inverses: a single changed bit always
 shows, and other differences go unnoticed with a probability of at most 2^-26 (bit_hash.py says when).
@@ -25,7 +25,7 @@ from megacore.checkpoint.load import Reader
 from megacore.checkpoint.state import BUFFERS, WEIGHTS, spec_of_state
 from megacore.config.optimizers import StateKind
 from megacore.data import Batch
-from megacore.parallel.bit_hash import odd_numbers
+from megacore.observe.bit_hash import odd_numbers
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh

@@ -371,7 +371,7 @@ def local_path(text: str) -> Path:
 
 
 def add_program(parser: ToolParser) -> None:
-    """Add the flag of tools that build the model of a checkpoint (models/program.py)."""
+    """Add the flag of tools that build the model of a checkpoint (inference/program.py)."""
     parser.flag("--program FILE.py", "Python file to execute first, with layers or names of your own")
 
 

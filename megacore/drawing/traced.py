@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megacore.config.messages import counted
 from megacore.drawing.timelines import Panel
+from megacore.drawing.trace_file import read_trace
 from megacore.pipeline.schedule import Schedule
 from megacore.pipeline.simulator import Timeline, simulate
-from megacore.pipeline.trace_file import read_trace
 
 TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
 TITLES |= {"zb-v": "Zero bubble in a V (ZB-V)", "dualpipev": "DualPipeV"}

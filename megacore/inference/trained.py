@@ -23,10 +23,10 @@ from megacore.checkpoint.manifest import (
 from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, Collected, ConfigError, UserError
+from megacore.inference.program import layers_of
 from megacore.layers.context import BuildContext
 from megacore.layers.lora import is_adapter
 from megacore.models.gpt import gpt_layers
-from megacore.models.program import layers_of
 from megacore.models.spec import DescribesLayers, LayerSpec, with_adapters
 from megacore.parallel.mesh import select_device
 from megacore.parallel.random import RandomStreams
@@ -50,7 +50,7 @@ class CausalModel:
 
 def causal_model(checkpoint: Location, tokenizer: str | None, program: str | None = None) -> CausalModel:
     """The model of a checkpoint, or a run's newest, that predicts the next token. `tokenizer`: path; None: the
-    checkpoint's. `program`: that trained it, if it has layers or registered names of its own (models/program.py).
+    checkpoint's. `program`: that trained it, if it has layers or registered names of its own (inference/program.py).
     Raises UserError where it holds a BERT, or is damaged, or the tokenizer or the program does not fit."""
     directory = find_checkpoint(checkpoint)
     manifest = read_manifest(directory)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import ConfigError, SilentCorruption
-from megacore.parallel.bit_hash import bit_hash
+from megacore.observe.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.fp8 import fp8_products
 from megacore.parallel.mesh import Mesh

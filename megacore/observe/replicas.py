@@ -22,8 +22,8 @@ from torch import Tensor
 from megacore.checkpoint import Saved
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import SilentCorruption
+from megacore.observe.bit_hash import bit_hash
 from megacore.optim.optimizer import Optimizer
-from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather, all_gather_objects
 from megacore.parallel.heartbeat import Phase, section
 from megacore.parallel.mesh import Mesh

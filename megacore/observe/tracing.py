@@ -14,11 +14,11 @@ import torch
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import group_in_words, named_degrees
+from megacore.drawing.trace_file import RankTrace, TracedStep, TracedTransfer, write_trace
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.heartbeat import Current, Phase
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import ActionTimer, Mark, PipelineRuntime
-from megacore.pipeline.trace_file import RankTrace, TracedStep, TracedTransfer, write_trace
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 

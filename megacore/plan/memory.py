@@ -21,9 +21,9 @@ from megacore.config.logits import logits_bytes
 from megacore.config.lora import adapter_parameters
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.models.outline import ModelLayer
-from megacore.pipeline.in_flight import fullest_loads, in_flight
 from megacore.pipeline.schedule import Op
 from megacore.plan.activations import layer_bytes, passing_bytes, passing_logits, residual_bytes, waiting_bytes
+from megacore.plan.in_flight import fullest_loads, in_flight
 from megacore.plan.shared_results import once_per
 from megacore.plan.stages import RankStages, StagedModel
 from megacore.plan.state import (

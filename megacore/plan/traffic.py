@@ -30,11 +30,11 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.reproducible import canonical_blocks
 from megacore.models.outline import ModelLayer
 from megacore.models.size import norm_parameters, vocabulary_rows, whole_attention_parameters
-from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import placement, training_schedule
 from megacore.plan.devices import Device
+from megacore.plan.in_flight import enough_microbatches
 from megacore.plan.roofline import Collective, Pattern, groups_between_nodes, transfer_seconds
 from megacore.plan.state import (
     ExpertShare,

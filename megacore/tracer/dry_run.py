@@ -25,11 +25,11 @@ from megacore.errors import ConfigError
 from megacore.models.outline import outline
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.in_flight import in_flight
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Op
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
+from megacore.plan.in_flight import in_flight
 from megacore.plan.memory import RankMemory, plan_memory
 from megacore.tracer.fake_job import CPU, absent_accelerator, fake_job, in_words
 from megacore.tracer.fake_settings import unfit_settings

@@ -8,9 +8,9 @@ from collections.abc import Hashable, Sequence
 
 from megacore.config import ResolvedConfig
 from megacore.models.outline import ModelLayer
-from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.schedule import Action, Op, Schedule
 from megacore.pipeline.schedule_file import training_schedule
+from megacore.plan.in_flight import enough_microbatches
 from megacore.plan.memory import RankMemory, as_computed, copied_logits, held_state, microbatches_in_flight
 from megacore.plan.stages import StagedModel
 from megacore.tracer.cache import profiles_of

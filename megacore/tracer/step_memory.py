@@ -16,9 +16,9 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import shard_ranks
 from megacore.models.outline import ModelLayer, outline
-from megacore.pipeline.in_flight import enough_microbatches
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule import Action, Op, rank_order
+from megacore.plan.in_flight import enough_microbatches
 from megacore.plan.state import zero_stage
 from megacore.plan.traffic import recomputed_whole
 from megacore.zero.packing import grown

@@ -37,9 +37,9 @@ from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
 from megacore.data.gpt.build import check_inputs, vocabulary_size
 from megacore.errors import EXIT_REFUSED, Collected, UserError
+from megacore.inference.program import layers_of
 from megacore.models.gpt import gpt_layers
 from megacore.models.outline import outline
-from megacore.models.program import layers_of
 from megacore.models.spec import DescribesLayers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size

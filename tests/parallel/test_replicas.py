@@ -22,10 +22,10 @@ from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, Precis
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption, TrainingStopped
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
+from megacore.observe.bit_hash import bit_hash
 from megacore.observe.replay import Replay
 from megacore.ops.fp8 import Quantised, quantise
 from megacore.parallel import fp8
-from megacore.parallel.bit_hash import bit_hash
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.heartbeat import Channel, Current
 from megacore.parallel.mesh import Mesh, build_mesh

@@ -22,10 +22,10 @@ import pytest
 from megacore.drawing import canvas
 from megacore.drawing.canvas import Words
 from megacore.drawing.curves import Curve, curves
+from megacore.drawing.trace_file import RankTrace, TracedStep, write_trace
 from megacore.errors import UserError
 from megacore.pipeline.schedule import Schedule, Timed, build_schedule
 from megacore.pipeline.simulator import Costs, simulate
-from megacore.pipeline.trace_file import RankTrace, TracedStep, write_trace
 from megacore.plan.closed_forms import closed_form
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.memory import GIB
