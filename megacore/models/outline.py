@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
@@ -172,10 +172,18 @@ def _between_embedding_and_head(
     head: _Parameters,
     head_flops: float,
 ) -> list[LayerOutline]:
+    is_tied = not model.untie_embeddings_and_output_weights
     return [
         LayerOutline(name="embedding", parameters=embedding.whole, held=embedding.held, flops=2.0 * model.hidden_size),
         *blocks,
-        LayerOutline(name="head", parameters=head.whole, held=head.held, flops=head_flops, **_tied(model, tp)),
+        LayerOutline(
+            name="head",
+            parameters=head.whole,
+            held=head.held,
+            flops=head_flops,
+            tied={"weight": "embedding.tokens.weight"} if is_tied else {},
+            shared=vocabulary_rows(model, tp) * model.hidden_size if is_tied else 0,
+        ),
     ]
 
 
@@ -183,15 +191,3 @@ def bert_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
     """The configuration with the window of a block: None where it sees the whole document."""
     is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
     return config.model if is_local or config.model.window_size is None else without_window(config.model)
-
-
-class _Tie(TypedDict, total=False):
-    tied: Mapping[str, str]
-    shared: int
-
-
-def _tied(config: ResolvedModel, tp: int) -> _Tie:
-    """What the head has of the embedding."""
-    if config.untie_embeddings_and_output_weights:
-        return {}
-    return {"tied": {"weight": "embedding.tokens.weight"}, "shared": vocabulary_rows(config, tp) * config.hidden_size}

@@ -24,6 +24,17 @@ from megacore.ops.dispatch import (
 )
 
 
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _require_pair(gate: Tensor, up: Tensor) -> None:
+    require_rows(gate=gate, up=up)
+    require_same_device(gate=gate, up=up)
+    require_floats(gate=gate, up=up)
+    require_shape(gate.shape, "like gate", up=up)
+
+
 @operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x):
@@ -76,10 +87,6 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x.float() + bias.float()
 
 
-def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias = ctx.saved_tensors
     if bias is None:
@@ -88,7 +95,7 @@ def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     return dx, dbias
 
 
-_gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
+_gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_inputs)
 
 
 def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
@@ -164,15 +171,11 @@ def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(dy), torch.empty_like(dy)
 
 
-def _keep_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_swiglu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     return _swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
 
 
-_swiglu_forward.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
+_swiglu_forward.register_autograd(_differentiate_swiglu, setup_context=_keep_inputs)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -183,10 +186,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         gate: [..., f]; fp32, fp16 or bf16. Rows may lie apart, as in one half of a wider tensor.
         up: like gate.
     """
-    require_rows(gate=gate, up=up)
-    require_same_device(gate=gate, up=up)
-    require_floats(gate=gate, up=up)
-    require_shape(gate.shape, "like gate", up=up)
+    _require_pair(gate, up)
     if is_fused(gate):
         return _swiglu_reference(gate, up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
@@ -223,15 +223,11 @@ def _(dy: Tensor, both: Tensor) -> Tensor:
     return torch.empty_like(both)
 
 
-def _keep_halves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_halves(ctx: Any, dy: Tensor) -> Tensor:
     return _halves_backward(dy.contiguous(), *ctx.saved_tensors)
 
 
-_halves_forward.register_autograd(_differentiate_halves, setup_context=_keep_halves)
+_halves_forward.register_autograd(_differentiate_halves, setup_context=_keep_inputs)
 
 
 def swiglu_of_halves(both: Tensor) -> Tensor:
@@ -259,10 +255,7 @@ def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
         up: like gate.
         exact: as for `gelu`.
     """
-    require_rows(gate=gate, up=up)
-    require_same_device(gate=gate, up=up)
-    require_floats(gate=gate, up=up)
-    require_shape(gate.shape, "like gate", up=up)
+    _require_pair(gate, up)
     return F.gelu(gate, approximate="none" if exact else "tanh") * up
 
 
@@ -297,10 +290,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
         gate: [..., f], any strides; fp32, fp16 or bf16.
         up: like gate.
     """
-    require_rows(gate=gate, up=up)
-    require_same_device(gate=gate, up=up)
-    require_floats(gate=gate, up=up)
-    require_shape(gate.shape, "like gate", up=up)
+    _require_pair(gate, up)
     return _ClampedSwiglu.apply(gate, up)
 
 

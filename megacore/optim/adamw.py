@@ -1,4 +1,5 @@
-"""AdamW: decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+"""AdamW: decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101); and Adam (Kingma and Ba 2015, arXiv
+1412.6980)."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from megacore.config import ResolvedConfig
-from megacore.config.optimizers import AdamWConfig, StateKind
+from megacore.config.optimizers import AdamConfig, AdamWConfig, StateKind
 from megacore.ops import AdamWStep, adamw_
 from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.block_moments import SCALES, BlockMoments
@@ -151,3 +153,11 @@ class AdamW(AdamLike[AdamWConfig]):
                     groups[run.shard_slice.start // DECAY_GROUP : -(-run.shard_slice.stop // DECAY_GROUP)].fill_(1)
             self._decays[bucket] = groups
         return self._decays[bucket]
+
+
+class Adam(AdamLike[AdamConfig]):
+    """With L2 regularization: the weight decay is added to the gradient. Elementwise, as AdamW."""
+
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        tensors = self.adam_tensors(runs, gradients)
+        fused_(adam, tensors, beta1=self.momentum, settings=self.adam, lr=lr, weight_decay=weight_decay)

@@ -25,8 +25,7 @@ from megacore.config.optimizers import (
 )
 from megacore.ops.dispatch import triton_serves
 from megacore.optim.adafactor import Adafactor
-from megacore.optim.adam import Adam
-from megacore.optim.adamw import AdamW
+from megacore.optim.adamw import Adam, AdamW
 from megacore.optim.lamb import Lamb
 from megacore.optim.lion import Lion
 from megacore.optim.muon import Muon

@@ -122,69 +122,67 @@ def _is_small_sum(tensor: Tensor, group: Group, op: Reduction) -> bool:
     return few and op == "sum" and _by_messages(tensor, group)
 
 
-class Sum:
-    """A tensor's sum over the group, of two ranks or more, under way. `x`: its memory may be used for the sum."""
+class Arriving:
+    """A tensor that a collective fills, under way."""
 
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self._compiled = torch.compiler.is_compiling()
-        if self._compiled:
-            self._sum = _compiled_ops.all_reduce(x, "sum", group.name)
-        else:
-            self._sum = x.contiguous()
-            self._pending = start_all_reduce_(self._sum, group)
+    _result: Tensor
+    _pending: Pending | None = None  # None: in a graph of torch.compile, which has its own wait
 
     def wait(self) -> Tensor:
-        if self._compiled:
-            return _compiled_ops.wait_tensor(self._sum)
+        if self._pending is None:
+            return _compiled_ops.wait_tensor(self._result)
         self._pending.wait()
-        return self._sum
+        return self._result
+
+
+class Sum(Arriving):
+    """A tensor's sum over the group, of two ranks or more. `x`: its memory may be used for the sum."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        if torch.compiler.is_compiling():
+            self._result = _compiled_ops.all_reduce(x, "sum", group.name)
+        else:
+            self._result = x.contiguous()
+            self._pending = start_all_reduce_(self._result, group)
 
 
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the group, as a new tensor."""
-    return Sum(x if torch.compiler.is_compiling() else _own_copy(x), group).wait()
+    if not torch.compiler.is_compiling():
+        # A plain clone keeps the strides, which may differ between ranks: NCCL refuses what is not contiguous, and gloo
+        # adds elements up as they lie in memory.
+        x = x.clone(memory_format=torch.contiguous_format)
+    return Sum(x, group).wait()
 
 
-class ShardsGathered:
-    """The ranks' tensors of equal shape, stacked along a new first dimension; under way."""
+class ShardsGathered(Arriving):
+    """The ranks' tensors of equal shape, stacked along a new first dimension."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self._compiled = torch.compiler.is_compiling()
         self._shape = (group.size, *x.shape)
-        if self._compiled:
-            self._whole = _compiled_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+        if torch.compiler.is_compiling():
+            self._result = _compiled_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
         else:
-            self._whole = x.new_empty(self._shape)
-            self._pending = start_all_gather(self._whole.view(-1), x.contiguous().view(-1), group)
+            self._result = x.new_empty(self._shape)
+            self._pending = start_all_gather(self._result.view(-1), x.contiguous().view(-1), group)
 
     def wait(self) -> Tensor:
         """[group.size, *x.shape]"""
-        if self._compiled:
-            return _compiled_ops.wait_tensor(self._whole).view(self._shape)
-        self._pending.wait()
-        return self._whole
+        return super().wait().view(self._shape)
 
 
-class SumScattered:
+class SumScattered(Arriving):
     """This rank's part of a sum over the group, of two ranks or more. `x`: [group.size, ...], contiguous, a part for
     each."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self._compiled = torch.compiler.is_compiling()
-        if self._compiled:
-            self._local = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
+        if torch.compiler.is_compiling():
+            self._result = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
         else:
             _check(x)
             self._parts = x  # until the sum is there
-            self._local = x.new_empty(x.shape[1:])
-            self._pending = start_reduce_scatter(self._local.view(-1), x.view(-1), group)
-
-    def wait(self) -> Tensor:
-        """The shape of a part."""
-        if self._compiled:
-            return _compiled_ops.wait_tensor(self._local)
-        self._pending.wait()
-        return self._local
+            self._result = x.new_empty(x.shape[1:])
+            self._pending = start_reduce_scatter(self._result.view(-1), x.view(-1), group)
 
 
 class EachExchanged:
@@ -210,61 +208,48 @@ class EachExchanged:
         return self._received[source]
 
 
-class PartsExchanged:
+class PartsExchanged(Arriving):
     """A part of every rank's tensor for each rank, stacked along the first dimension; under way. `x`: [group.size,
     ...], contiguous, a part for each rank. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         _check(x)
-        self._parts, self._received = x, torch.empty_like(x)
+        self._parts, self._result = x, torch.empty_like(x)
         with post(Phase.ALL_TO_ALL, group.ranks, x.nbytes) as watched:
             if _by_messages(x, group):
-                self._pending = Pending(*direct.start_all_to_all(self._received, x, group), watched)
+                self._pending = Pending(*direct.start_all_to_all(self._result, x, group), watched)
             else:
-                work = dist.all_to_all_single(self._received, x, group=group.handle, async_op=True)
+                work = dist.all_to_all_single(self._result, x, group=group.handle, async_op=True)
                 self._pending = Pending([work], watched=watched)
 
-    def wait(self) -> Tensor:
-        """[group.size, ...], what each rank had for this one."""
-        self._pending.wait()
-        return self._received
 
-
-class RowsExchanged:
+class RowsExchanged(Arriving):
     """Rows of every rank's tensor for each rank, as many as there are; under way. `x`: [rows, ...], contiguous, those
     for the first rank first. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         _check(x)
-        self._sent, self._received = x, x.new_empty(sum(receive), *x.shape[1:])
+        self._sent, self._result = x, x.new_empty(sum(receive), *x.shape[1:])
         with post(Phase.ALL_TO_ALL, group.ranks, 0) as watched:  # ranks send different numbers of bytes
-            work = dist.all_to_all_single(
-                self._received, x, list(receive), list(send), group=group.handle, async_op=True
-            )
+            work = dist.all_to_all_single(self._result, x, list(receive), list(send), group=group.handle, async_op=True)
             self._pending = Pending([work], watched=watched)
 
-    def wait(self) -> Tensor:
-        """[sum of receive, ...], the first rank's first."""
-        self._pending.wait()
-        return self._received
 
-
-class Shift:
+class Shift(Arriving):
     """A tensor of every rank on its way to the next one in group order, from the last to the first; under way. `x`:
     contiguous; of one shape on every rank. Nothing is written to it before `wait`. `group`: of two ranks or more."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         _check(x)
         self._sent: Tensor | None = x
-        self._received = torch.empty_like(x)
+        self._result = torch.empty_like(x)
         with post(Phase.SHIFT, group.ranks, x.nbytes) as watched:
-            self._pending = Pending(direct.start_shift(x, self._received, group), watched=watched)
+            self._pending = Pending(direct.start_shift(x, self._result, group), watched=watched)
 
     def wait(self) -> Tensor:
         """What the rank before this one has sent. What this one sent is let go."""
-        self._pending.wait()
-        self._sent = None
-        return self._received
+        result, self._sent = super().wait(), None
+        return result
 
 
 def _by_messages(whole: Tensor, group: Group) -> bool:
@@ -360,12 +345,6 @@ def barrier(group: Group) -> None:
     if group.size > 1:
         with post(Phase.BARRIER, group.ranks, 0):
             dist.barrier(group=group.handle)
-
-
-def _own_copy(x: Tensor) -> Tensor:
-    """A copy to reduce into. A plain clone keeps the strides, which may differ between ranks: NCCL refuses what is not
-    contiguous, and gloo adds elements up as they lie in memory."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(Node):

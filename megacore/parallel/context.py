@@ -121,8 +121,8 @@ def context_attention(
         return _by_heads(query, key, value, shards, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap)
     assert shards.comm != "ring" or view.causal, "a ring knows causal attention"
     kind = _RingAttention if shards.comm == "ring" else _GatheredAttention
-    fixed = None if sinks is None else sinks.detach()
-    out, logarithm = kind.apply(query, key, value, shards, view, slopes, fixed, soft_cap)
+    scores = _Scores(view, slopes, None if sinks is None else sinks.detach(), soft_cap)
+    out, logarithm = kind.apply(query, key, value, shards, scores)
     mixed = with_sinks(out, logarithm, sinks)
     if view.documents is None or not view.padded:
         return mixed
@@ -130,52 +130,62 @@ def context_attention(
     return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
 
 
+class _Scores(NamedTuple):
+    """What decides how much a query takes of a value, beside the keys; none of it has a gradient here."""
+
+    view: Visibility
+    slopes: Tensor | None
+    sinks: Tensor | None  # in forward only
+    soft_cap: float | None
+
+    def keep(self, ctx: Any, shards: SequenceShards, *tensors: Tensor) -> None:
+        """Save for backward what it reads. `tensors`: the last one is the logarithms, which have no gradient."""
+        ctx.save_for_backward(*tensors, self.view.documents, self.slopes)
+        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, self.view.causal, self.view.window, self.soft_cap
+        ctx.mark_non_differentiable(tensors[-1])
+        ctx.set_materialize_grads(False)  # no zeros as its gradient
+
+    @classmethod
+    def kept(cls, ctx: Any, documents: Tensor | None, slopes: Tensor | None) -> _Scores:
+        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        return cls(view, slopes, None, ctx.soft_cap)
+
+    def of_part(self, offset: int) -> dict[str, Any]:
+        """Keyword arguments of `attend` and `attend_backward`, without sinks."""
+        return {"view": self.view, "slopes": self.slopes, "soft_cap": self.soft_cap, "offset": offset}
+
+
 class _GatheredAttention(Node):
     """It keeps this rank's keys and values, not those of the whole sequence."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shards: SequenceShards,
-        view: Visibility,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        soft_cap: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, scores: _Scores
     ) -> tuple[Tensor, Tensor]:
         keys, values = _gathered(key, value, shards)
-        parts = [
-            attend(part, keys, values, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap, offset=of.start)
-            for of, part in _parts(query, shards)
-        ]
+        parts = [attend(part, keys, values, **scores._asdict(), offset=of.start) for of, part in _parts(query, shards)]
         out, logarithm = _joined([part for part, _ in parts]), torch.cat([sums for _, sums in parts], 2)
-        ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
-        ctx.mark_non_differentiable(logarithm)
-        ctx.set_materialize_grads(False)  # no zeros as its gradient
+        scores.keep(ctx, shards, query, key, value, out, logarithm)
         return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
-        shards: SequenceShards = ctx.shards
-        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        query, key, value, out, logarithm, *of_scores = ctx.saved_tensors
+        shards, scores = ctx.shards, _Scores.kept(ctx, *of_scores)
         keys, values = _gathered(key, value, shards)
         d_query, sums = [], list[Tensor]()
         for (of, part), (_, d_of), (_, out_of), (_, sums_of) in zip(
             *(_parts(x, shards) for x in (query, d_out, out, logarithm)), strict=True
         ):
-            where = {"view": view, "slopes": slopes, "soft_cap": ctx.soft_cap, "offset": of.start}
-            d_part, *terms = attend_backward(d_of, out_of, sums_of, (part, keys, values), **where)
+            operands = part, keys, values
+            d_part, *terms = attend_backward(d_of, out_of, sums_of, operands, **scores.of_part(of.start))
             d_query.append(d_part.to(query.dtype))
             sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
-            del d_part, terms
+            del operands, d_part, terms
         del keys, values
         d_key, d_value = _summed(sums, shards).unbind(0)
-        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), *(None,) * 5
+        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
 
 def _parts(x: Tensor, shards: SequenceShards) -> Iterator[tuple[range, Tensor]]:
@@ -207,22 +217,12 @@ class _RingAttention(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shards: SequenceShards,
-        view: Visibility,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        soft_cap: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, scores: _Scores
     ) -> tuple[Tensor, Tensor]:
         out, logarithm = query.new_empty(0), query.new_empty(0)
         for source, keys, values in _travelling(key, value, shards):
-            for pair in _pairs(source, query.shape[2], shards, view, slopes):
-                part, sums = attend(
-                    *pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes, soft_cap)
-                )
+            for pair in _pairs(source, query.shape[2], shards, scores):
+                part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(scores))
                 if not out.numel() and part.shape == query.shape:
                     out, logarithm = part, sums
                     continue
@@ -230,31 +230,25 @@ class _RingAttention(Node):
                     out = _zeros_like(query)
                     logarithm = out.new_full(query.shape[:-1], NOTHING)
                 merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
-        if sinks is not None:  # once, after all keys
-            take_sinks_(out, logarithm, sinks)
+        if scores.sinks is not None:  # once, after all keys
+            take_sinks_(out, logarithm, scores.sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
-        ctx.mark_non_differentiable(logarithm)
-        ctx.set_materialize_grads(False)  # no zeros as its gradient
+        scores.keep(ctx, shards, query, key, value, out, logarithm)
         return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
-        shards: SequenceShards = ctx.shards
-        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        query, key, value, out, logarithm, *of_scores = ctx.saved_tensors
+        shards, scores = ctx.shards, _Scores.kept(ctx, *of_scores)
         d_query, d_local, shape = list[Tensor](), list[Tensor](), (2, *key.transpose(1, 2).shape)
         arriving: Shift | None = None
         for source, keys, values in _travelling(key, value, shards):
             d_pairs = list[tuple[slice, list[Tensor]]]()
-            for pair in _pairs(source, query.shape[2], shards, view, slopes):
+            for pair in _pairs(source, query.shape[2], shards, scores):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
-                d_part, *terms = attend_backward(
-                    d_rows, out_rows, sums, operands, **pair.where(view, slopes, ctx.soft_cap)
-                )
+                d_part, *terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(scores))
                 d_query = _added(d_query, pair.rows, [d_part], query)
                 d_pairs.append((pair.columns, terms))
                 del d_part, terms
@@ -273,7 +267,7 @@ class _RingAttention(Node):
             term.add_(others).to(key.dtype)
             for term, others in zip(d_local, arriving.wait().transpose(2, 3), strict=True)
         )
-        return d_query[0].to(query.dtype), d_key, d_value, *(None,) * 5
+        return d_query[0].to(query.dtype), d_key, d_value, None, None
 
 
 def _added(totals: list[Tensor], where: slice, terms: list[Tensor], like: Tensor) -> list[Tensor]:
@@ -299,11 +293,10 @@ class _Pair(NamedTuple):
         """The parts of a rank's queries, and of a rank's keys and values."""
         return query[:, :, self.rows], keys[:, :, self.columns], values[:, :, self.columns]
 
-    def where(self, view: Visibility, slopes: Tensor | None, soft_cap: float | None) -> dict[str, Any]:
+    def where(self, scores: _Scores) -> dict[str, Any]:
         """Keyword arguments of `attend`, for which positions count from the first key."""
-        documents = None if view.documents is None else view.documents[:, self.positions]
-        view = replace(view, documents=documents)
-        return {"view": view, "slopes": slopes, "soft_cap": soft_cap, "offset": self.offset}
+        documents = None if scores.view.documents is None else scores.view.documents[:, self.positions]
+        return scores._replace(view=replace(scores.view, documents=documents)).of_part(self.offset)
 
 
 def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -317,11 +310,11 @@ def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[
             held = following.wait()
 
 
-def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, slopes: Tensor | None) -> Iterator[_Pair]:
-    """What this rank's queries see of rank `source`'s keys, without queries or keys that see or are seen by none.
-    `view`: causal; its documents are not looked at, which on a device the host would have to wait for."""
-    length, rank = shards.whole_length(local), shards.group.rank
-    if slopes is None and view.documents is None and view.reach is None:
+def _pairs(source: int, local: int, shards: SequenceShards, scores: _Scores) -> Iterator[_Pair]:
+    """What this rank's queries see of rank `source`'s keys, without queries or keys that see or are seen by none. The
+    view is causal; its documents are not looked at, which on a device the host would have to wait for."""
+    length, rank, view = shards.whole_length(local), shards.group.rank, scores.view
+    if scores.slopes is None and view.documents is None and view.reach is None:
         # Only the order counts: the own chunks see each other as one; of an earlier rank all queries see the first
         # chunk, and of a later one the queries of the second chunk see both.
         rows = slice(local // 2 if source > rank else 0, local)
@@ -336,18 +329,15 @@ def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, sl
             start, stop = max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + reach)
             if start < stop:
                 begin, end = max(keys.start, start - reach + 1), min(keys.stop, stop)
+                row, column = first_row - queries.start, first_column - keys.start
                 yield _Pair(
-                    _slice(start, stop, first_row - queries.start),
-                    _slice(begin, end, first_column - keys.start),
-                    start - begin,
-                    slice(begin, stop),
+                    rows=slice(start + row, stop + row),
+                    columns=slice(begin + column, end + column),
+                    offset=start - begin,
+                    positions=slice(begin, stop),
                 )
             first_column += len(keys)
         first_row += len(queries)
-
-
-def _slice(start: int, stop: int, shift: int) -> slice:
-    return slice(start + shift, stop + shift)
 
 
 def _zeros_like(x: Tensor) -> Tensor:
@@ -372,8 +362,8 @@ def _by_heads(
     ranks, rank = shards.group.size, shards.group.rank
     slopes, sinks = (None if of_heads is None else of_heads.chunk(ranks)[rank] for of_heads in (slopes, sinks))
     if key.shape[1] < ranks:
-        fixed = None if sinks is None else sinks.detach()
-        out, logarithm = _CopiedKeysAttention.apply(query, key, value, shards, view, slopes, fixed, soft_cap)
+        scores = _Scores(view, slopes, None if sinks is None else sinks.detach(), soft_cap)
+        out, logarithm = _CopiedKeysAttention.apply(query, key, value, shards, scores)
         mixed = with_sinks(out, logarithm, sinks)
         if view.documents is not None and view.padded:
             mixed = mixed.masked_fill((view.documents == 0)[:, None, :, None], 0.0)
@@ -405,40 +395,28 @@ class _CopiedKeysAttention(Node):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shards: SequenceShards,
-        view: Visibility,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        soft_cap: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, scores: _Scores
     ) -> tuple[Tensor, Tensor]:
         ranks = shards.group.size
         copies = (x.repeat_interleave(ranks // key.shape[1], 1) for x in (key, value))
         joined, sizes = _joined_heads((query, *copies), ranks)
         operands = [x.transpose(1, 2) for x in _positions_to_heads(joined, shards).split(sizes, 2)]
-        out, logarithm = attend(*operands, view=view, slopes=slopes, sinks=sinks, soft_cap=soft_cap, offset=0)
-        ctx.save_for_backward(*operands, out, logarithm, view.documents, slopes)
-        ctx.shards, ctx.causal, ctx.window, ctx.soft_cap = shards, view.causal, view.window, soft_cap
+        out, logarithm = attend(*operands, **scores._asdict(), offset=0)
+        scores.keep(ctx, shards, *operands, out, logarithm)
         ctx.key_heads = key.shape[1]
-        ctx.mark_non_differentiable(logarithm)
-        ctx.set_materialize_grads(False)  # no zeros as its gradient
         return out, logarithm
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *operands, out, logarithm, documents, slopes = ctx.saved_tensors
-        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
-        where = {"view": view, "slopes": slopes, "soft_cap": ctx.soft_cap, "offset": 0}
+        where = _Scores.kept(ctx, documents, slopes).of_part(0)
         d_whole = attend_backward(d_out, out, logarithm, tuple(operands), **where)
         d_query, d_key, d_value = (x.transpose(1, 2) for x in d_whole)  # [b, s, n/p or 1, d] fp32
         queries = _heads_to_positions(d_query.to(out.dtype), ctx.shards)  # [b, s/p, p, n/p, d]
         copies = _heads_to_positions(torch.cat((d_key, d_value), 2), ctx.shards)  # [b, s/p, p, 2, d]
         sums = copies.unflatten(2, (ctx.key_heads, -1)).sum(3).to(out.dtype)  # [b, s/p, g, 2, d]
-        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), *(None,) * 5
+        return queries.flatten(2, 3).transpose(1, 2), *(x.transpose(1, 2) for x in sums.unbind(3)), None, None
 
 
 class _Exchange(Node):

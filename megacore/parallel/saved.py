@@ -110,10 +110,8 @@ class _Memory:
         self.device: Tensor | None = device  # the numbers on the device, flat, while they are there
         self.host: Tensor | None = None  # those in host memory, once they are sent
         self.is_wanted = True  # whether they are fetched with their block: until every view has had them once
-        self._block, self._size, self._dtype, self._views, self._taken = block, device.numel(), device.dtype, 0, 0
-
-    def add_view(self) -> None:
-        self._views += 1
+        self._block, self._size, self._dtype = block, device.numel(), device.dtype
+        self.views = self._taken = 0  # of it, and those that have had the numbers
 
     def take(self) -> Tensor:
         """The numbers on the device, which are fetched if need be; given away when every view has had them."""
@@ -121,7 +119,7 @@ class _Memory:
         data = self.device
         assert data is not None
         self._taken += 1
-        if self._taken == self._views:
+        if self._taken == self.views:
             self.device, self.is_wanted, self._taken = None, False, 0  # a split backward may take them again
         return data
 
@@ -155,7 +153,7 @@ class _Block:
             size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
             self._memories[key] = _Memory(self, tensor.detach().as_strided((size,), (1,), 0))
         memory = self._memories[key]
-        memory.add_view()
+        memory.views += 1
         return _View(memory, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> None:
@@ -201,9 +199,6 @@ class _Block:
         with self._stream:
             for memory in memories:
                 copy(memory)
-        self._note_copies()
-
-    def _note_copies(self) -> None:
         self._copied = torch.Event(self._stream.device)
         self._copied.record(self._stream)
 

@@ -125,7 +125,7 @@ def _step_end(config: ResolvedConfig, held: RankStages, stages: Sequence[StageTi
     )
 
 
-# ---- the update of matrices by Newton-Schulz (optim/newton_schulz.py) ------------------------------------------------
+# ---- the update of matrices by Newton-Schulz (optim/muon.py) ------------------------------------------------
 # A step of an m x n matrix X, m <= n, has three products: X X^T, its square, and their polynomial times X, together
 # 4 m^2 n + 2 m^3 FLOPs. The rank that computes most decides, as replicas wait for it.
 

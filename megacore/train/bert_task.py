@@ -27,7 +27,7 @@ from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.loss import vocab_parallel_argmax
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
-from megacore.train.task import TransformerTask
+from megacore.train.gpt_task import TransformerTask
 
 _NO_PAIR = -1
 

@@ -5,21 +5,15 @@ of any list of layers in plain_task.py."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megacore.config import ResolvedConfig
 from megacore.data import Batch, Microbatch
-from megacore.layers.context import BuildContext
-from megacore.models.initialize import InitialWeights
 from megacore.models.spec import LayerSpec
-from megacore.ops import summed_cross_entropy
 from megacore.parallel.canonical import ONE_BLOCK, Blocks
-from megacore.parallel.compiled import alias, compile_function
-from megacore.parallel.loss import Scored, vocabulary_share
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.parallel.turns import Turns
@@ -114,57 +108,3 @@ class Task(ABC):
     def flops_per_sequence(self) -> float:
         """FLOPs of one sequence, forward and backward, for the reported speed; 0 if unknown."""
         return 0.0
-
-
-class TransformerTask(Task):
-    """What GPT and BERT share: a configured model on tokens, whose loss is a cross-entropy. `context`: with which the
-    layers were described. `layers`: specs of the whole model. `loss_names`: as for `Task`."""
-
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        context: BuildContext,
-        layers: Sequence[LayerSpec],
-        weights: InitialWeights,
-        *,
-        loss_names: tuple[str, ...] = (),
-        evaluation_names: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(layers, context.streams, loss_names=loss_names, evaluation_names=evaluation_names)
-        self.config, self.group, self.sequence = config, context.layer_group, context.sequence
-        self.scored, self.blocks, self.weights = context.attended, context.blocks, weights
-        self.share = vocabulary_share(config.model.vocab_size, context.layer_group)
-        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
-        self.compiled_loss: Callable[..., Tensor] | None = None  # not needed where the head has the loss
-        if config.training.compile:
-            split = config.training.reproducible or config.parallel.may_split_backward
-            backend = config.training.compile_backend
-            compiled = compile_function(summed_cross_entropy, backend=backend, split_backward=split)
-            self.compiled_loss = lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
-
-    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
-        self.weights.fill(parameters)
-
-    def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
-        """Between any two stages: the hidden states [b, s, h] of this rank's positions, or [b, s/t, h] if the ranks of
-        the layer group split them, and what travels with them, such as document numbers, [b, s] each."""
-        config = self.config
-        samples, positions = config.training.micro_batch_size, config.rank_positions
-        split = self.group.size if config.parallel.sequence_parallel else 1
-        hidden = TensorSpec((samples, positions // split, config.model.hidden_size), DTYPES[config.precision.precision])
-        beside = TensorSpec((samples, config.data.seq_length), torch.int64)
-        return hidden, *(beside for _ in config.beside_hidden_states)
-
-    def counted_here(self, x: Tensor) -> Tensor:
-        """x, a sum over whole sequences, for a total over all ranks. Of ranks that divide sequences in canonical blocks
-        only the first counts it: on the others it is 0, with the gradient of x, as each computes some blocks of the
-        vocabulary."""
-        return x if not self.blocks.divide or self.blocks.sequence.group.is_first else x - x.detach()
-
-    def last_inputs(self, weight: LossWeight | None, microbatch: Any) -> tuple[Tensor, ...]:
-        """Those of `Scored`, where the head computes the loss, or blocks before it predict later tokens."""
-        if not self.head_has_loss and self.main_losses is None:
-            return ()
-        labels = microbatch.labels
-        factor = torch.ones(self.loss_shape, device=labels.device) if weight is None else weight.value()
-        return Scored(labels, microbatch.loss_mask, factor)

@@ -120,7 +120,7 @@ class Trainer:
         self.clock.restart(self.step)
         while not self.is_done:
             result = self.train_step(next(self.batches))
-            if result.spike is not None and self._can_roll_back and self.roll_back(result.spike):
+            if result.spike is not None and self.config.spikes.on_spike == "rollback" and self.roll_back(result.spike):
                 self.clock.restart(self.step)
                 continue
             if self._is_due(self.config.logging.log_interval):
@@ -191,10 +191,6 @@ class Trainer:
         self.callbacks.end_step(result)
         return result
 
-    @property
-    def _can_roll_back(self) -> bool:
-        return self.config.spikes.on_spike == "rollback" and (self.saving.newest is not None or self.saving.is_busy)
-
     def roll_back(self, spike: str) -> bool:
         """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
         `spike`: what is wrong with the last step. Returns false: the first save has just failed, there is no
@@ -243,8 +239,11 @@ class Trainer:
         names, losses = self.task.evaluation_names, self.task.main_losses or len(self.task.loss_names) or None
         record: dict[str, float | None] = {}
         for of in self._valid_names:
-            batches = islice(self.valid_batches, self.config.training.eval_iters)
-            evaluation = self.train_steps.evaluate(self._on_device(microbatches) for microbatches in batches)
+            batches = (
+                [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
+                for microbatches in islice(self.valid_batches, self.config.training.eval_iters)
+            )
+            evaluation = self.train_steps.evaluate(batches)
             means = term_means(names, evaluation.means, evaluation.counts, losses=losses)
             record |= {f"eval/{of}/{name}" if of else f"eval/{name}": mean for name, mean in means.items()}
         self.callbacks.call(Callback.on_evaluate, {**self._position(), **record})
@@ -321,9 +320,6 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",
         )
-
-    def _on_device(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        return [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
 
     def _is_due(self, interval: int, step: int | None = None) -> bool:
         """Whether a step, by default the last one taken, is a multiple of `interval` (0: none is) or the last of the

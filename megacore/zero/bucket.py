@@ -294,7 +294,8 @@ class Bucket:
 
     def add(self, member: Member, gradient: Tensor) -> None:
         if self.options.exact_terms:
-            self._add_exactly(member, gradient)
+            # The largest entry too: the sum's integers cannot say that it was finite and small enough.
+            self._check(member, add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms))
         else:
             view = self._sum_of(member).view(gradient.shape)
             view.add_(gradient) if member.has_terms else view.copy_(gradient)
@@ -326,11 +327,6 @@ class Bucket:
         if self.full_gradients is None:
             self.full_gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self.full_gradients[member.elements]
-
-    def _add_exactly(self, member: Member, gradient: Tensor) -> None:
-        """Record also the largest entry of the gradients, of which the sum's integers cannot say that it was finite and
-        small enough."""
-        self._check(member, add_units(self._sum_of(member), gradient, self._unit, has_terms=member.has_terms))
 
     def multiples(self, member: Member, gradient: Tensor) -> Tensor:
         """Of the unit of exact sums, int64, to be added to a member's sum."""
@@ -489,9 +485,6 @@ class Bucket:
     @property
     def runs(self) -> list[LocalRun]:
         return [run for reference in self._runs if (run := reference()) is not None]
-
-    def gradients_of_runs(self) -> list[Tensor | None]:
-        return [self.gradient(run.shard_slice) for run in self.runs]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments in order; adjacent ones as one flat tensor, with the padding

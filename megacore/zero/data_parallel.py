@@ -203,12 +203,12 @@ class DataParallel:
             role: sys.maxsize if bucket_bytes is None else grown(bucket_bytes, group.size)
             for role, group in groups.items()
         }
-        least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
+        # gloo sums over more than two ranks in a ring, which takes milliseconds whatever the size.
+        in_ring = self.options.stage == 0 and self._mesh.device.type == "cpu"
+        least = {
+            role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if in_ring and group.size > 2
+        }
         return assign_buckets(parameters, limits, self._separate, least=least)
-
-    def _sums_in_ring(self, group: Group) -> bool:
-        """Whether gloo sums gradients in a ring of more than two ranks, which takes milliseconds whatever the size."""
-        return self.options.stage == 0 and self._mesh.device.type == "cpu" and group.size > 2
 
     # ---- around the layers
 
