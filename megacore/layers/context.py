@@ -115,11 +115,6 @@ class BuildContext:
     def linear_arguments(self) -> LinearArguments:
         return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
 
-    @property
-    def loss_in_parts(self) -> bool:
-        """Whether the output layer computes the loss, a part of the tokens or of the vocabulary at a time."""
-        return self.loss_chunks > 1 or self.blocks.divide
-
     def chunked_loss(self, vocab_size: int, soft_cap: float | None = None) -> ChunkedLoss:
         """How the output layer computes its loss with the logits. `soft_cap`: of the logits; None: they have none."""
         return ChunkedLoss(

@@ -148,7 +148,9 @@ class LinearAttention(ShardedModule):
         mixed = F.silu(mixed + own[0].float() if own else mixed)
         sizes = [self.key_size, self.key_size, self.shared_by * self.value_size]
         groups = mixed.unflatten(-1, (-1, sum(sizes))).transpose(1, 2).split(sizes, -1)  # [b, g/t, s, f]
-        query, key = map(_of_length_1, groups[:2]) if self.corrects else groups[:2]
+        query, key = groups[:2]
+        if self.corrects:  # they have length 1
+            query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
         value = groups[2].unflatten(-1, (self.shared_by, -1)).transpose(2, 3).flatten(1, 2)
         of_rates = rates.float().unflatten(-1, (-1, 1 + self.corrects, self.shared_by))
         *rate, decay = of_rates.permute(3, 0, 2, 4, 1).flatten(2, 3)
@@ -233,10 +235,6 @@ class Mamba2(LinearAttention):
         gated = read.flatten(2).float() * F.silu(gate.float())
         normed: Tensor = self.value_norm(gated.unflatten(-1, (-1, self.shared_by * self.value_size)))
         return normed.flatten(2).to(read.dtype)
-
-
-def _of_length_1(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
 
 
 def _ages(documents: Tensor) -> Tensor:

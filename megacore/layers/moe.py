@@ -198,10 +198,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.float(), None if bias is None else bias.float())
 
 
-def _gate(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight).sigmoid()
-
-
 class SharedExpert(ShardedModule):
     """An MLP that every token uses, and a gate where the model has one."""
 
@@ -214,7 +210,9 @@ class SharedExpert(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(x)
-        return y if self.gate is None else y * self.blocks.over_positions(_gate, [x], [self.gate])
+        if self.gate is None:
+            return y
+        return y * self.blocks.over_positions(lambda part, weight: F.linear(part, weight).sigmoid(), [x], [self.gate])
 
 
 class Experts(nn.Module):

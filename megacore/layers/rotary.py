@@ -60,10 +60,6 @@ class RopeScaling:
             long=parse_factors(config.rope_long_factors) if config.rope_long_factors else (),
         )
 
-    @property
-    def by_length(self) -> bool:
-        return self.kind in ("dynamic", "longrope")
-
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
     """How much longer vectors become for a context that is `factor` times longer (arXiv 2309.00071, equation 22)."""
@@ -143,7 +139,8 @@ class Rotary:
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position's angles, times the length of `RopeScaling`, [s, r/2] fp32 each."""
-        exact = self.sequence.group.size > 1 or (self.scaling is not None and self.scaling.by_length)
+        by_length = self.scaling is not None and self.scaling.kind in ("dynamic", "longrope")
+        exact = self.sequence.group.size > 1 or by_length
         if length > self._length or (exact and length != self._length) or self._tables[0].device != device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies(length)).to(device)
             self._length, self._tables = length, (angles.cos(), angles.sin())

@@ -24,7 +24,7 @@ from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.fp8 import fp8_products
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import LossWeight
-from megacore.pipeline.schedule import first_backward
+from megacore.pipeline.schedule import Op, Schedule
 from megacore.train.parallelize import ParallelModel
 from megacore.train.step_hooks import ComputesGradients, StepHook
 from megacore.zero.data_parallel import DataParallel
@@ -49,7 +49,7 @@ class Replay(StepHook):
             )
         count = training.global_batch_size // training.micro_batch_size // mesh.batch.size
         # Only the gradients of the first backward are to be seen before others are added to them.
-        number = first_backward(model.runtime.schedule(count, trains=True))
+        number = _first_backward(model.runtime.schedule(count, trains=True))
         if number is None:
             raise ConfigError(
                 [
@@ -167,3 +167,14 @@ def _in_words(names: Sequence[str], compared: int) -> str:
         span = gradients[0] if len(gradients) == 1 else f"first {gradients[0]}, last {gradients[-1]}"
         parts.append(f"the gradients of {counted(len(gradients), 'parameter')} of {compared} (in forward order {span})")
     return " and ".join(parts)
+
+
+def _first_backward(schedule: Schedule) -> int | None:
+    """The microbatch whose weight gradients every stage computes before those of others; None: stages differ."""
+    first: dict[int, int] = {}  # by stage
+    for rank in range(schedule.ranks):
+        for action in schedule.computations(rank):
+            if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
+                first.setdefault(action.stage, action.microbatch)
+    numbers = set(first.values())
+    return numbers.pop() if len(numbers) == 1 else None

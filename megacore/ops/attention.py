@@ -241,7 +241,10 @@ def attention(
             mask = _as_bias(seen, query.dtype, (view.reach, causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
-        shrink, divisor = _split_root(d)
+        # 1 / sqrt(d) as a factor of the query, a power of two, which loses no bits, and a divisor of the fp32 scores,
+        # the rest. Products of unscaled queries would leave fp16's range, 65,504, sqrt(d) times earlier than scores do.
+        shrink = 2.0 ** -math.ceil(math.log2(d) / 2)
+        divisor = math.sqrt(d) * shrink
         scores = (query * shrink) @ _repeated(key, query).transpose(-1, -2)
         if soft_cap is not None:
             scores, divisor = soft_capped(scores.float() / divisor, soft_cap).to(scores.dtype), 1.0
@@ -327,13 +330,6 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cau
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
-
-
-def _split_root(head_size: int) -> tuple[float, float]:
-    """1 / sqrt(d) as a factor of the query, a power of two, which loses no bits, and a divisor of the fp32 scores, the
-    rest. Products of unscaled queries would leave fp16's range, 65,504, sqrt(d) times earlier than the scores do."""
-    shrink = 2.0 ** -math.ceil(math.log2(head_size) / 2)
-    return shrink, math.sqrt(head_size) * shrink
 
 
 def _dropped_mix(weights: Tensor, value: Tensor, dropout: float) -> Tensor:

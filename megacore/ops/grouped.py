@@ -68,16 +68,13 @@ def _table(numbers: list[int] | list[tuple[int, int, int]], device: torch.device
 
 def grouped_implementation(x: Tensor, inputs: int, outputs: int) -> Implementation:
     """What computes the products of experts. `inputs`: i. `outputs`: o."""
-    if _is_grouped_mm_fast(x, inputs, outputs) and not is_triton_asked_for():
+    # Whether torch has one kernel for it, instead of a loop of its own that waits for the device.
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in (inputs, outputs))
+    fast = x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm") and _is_hopper(x.device)
+    if fast and not is_triton_asked_for():
         return "grouped_mm"
     # In fp32 a GPU's own products are faster, one by one; also on the device that stands for one in a dry run.
     return "triton" if uses_triton(x) and (x.dtype in _HALVES or x.device.type == "cpu") else "loop"
-
-
-def _is_grouped_mm_fast(x: Tensor, inputs: int, outputs: int) -> bool:
-    """Whether torch has one kernel for it, instead of a loop of its own that waits for the device."""
-    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in (inputs, outputs))
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm") and _is_hopper(x.device)
 
 
 @cache

@@ -159,11 +159,6 @@ class _LargestEntry(NamedTuple):
     name: str
 
 
-class _RankReport(NamedTuple):
-    first: NonFiniteGradient | None
-    largest: _LargestEntry
-
-
 def non_finite_gradient(data_parallel: DataParallel, mesh: Mesh) -> Culprit | None:
     """The first gradient of the finished backward that was not finite, of all ranks, which call this together."""
     return _first_of(all_gather_objects(data_parallel.non_finite_gradient(), mesh.world))
@@ -174,12 +169,12 @@ def describe_source(data_parallel: DataParallel, mesh: Mesh, *, loss_is_finite: 
     `data_parallel`: holds the gradients, summed over replicas. `loss_is_finite`: whether the loss of all ranks is.
     `scaled`: whether the gradients have a loss scale as a factor."""
     options, first = data_parallel.options, data_parallel.non_finite_gradient()
-    reports = all_gather_objects(_RankReport(first, _largest_entry(data_parallel)), mesh.world)
-    value, name = max(report.largest for report in reports)
+    everyone = all_gather_objects((first, _largest_entry(data_parallel)), mesh.world)
+    value, name = max(largest for _, largest in everyone)
     if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
         scale = " with the loss scale" if scaled else ""
         return f"the sum of squared gradients in fp32 (largest entry{scale} {value:.3g}, of {name})"
-    source = _first_of([report.first for report in reports])
+    source = _first_of([first for first, _ in everyone])
     if source is None:
         return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
     limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""

@@ -63,27 +63,21 @@ def register_optimizer(name: str, settings: type[OptimizerSettings], optimizer: 
         problems.append(f"the name {name!r} must be a word of lower-case letters, digits and underscores")
     if OPTIMIZERS.get(name, settings) is not settings or name in sections_of(Config):
         problems.append(f"the name {name!r} is taken: use another one")
-    problems += _problems_of_settings(settings)
+    if settings.__bases__ != (OptimizerSettings,) or "__dataclass_fields__" not in vars(settings):
+        problems.append("the settings must be a frozen dataclass whose only base is OptimizerSettings")
+    else:
+        own, others = field_infos(settings), set(all_fields(Config))
+        for kind in OPTIMIZERS.values():
+            others |= set() if kind is settings else field_infos(kind).keys()
+        problems += [
+            f"the field {field} is a flag of another section: give it the optimizer's name"
+            for field in own.keys() & others
+        ]
+        problems += [f"the field {field} has no default: give it one" for field, info in own.items() if info.required]
     if problems:
         raise ValueError(f"register_optimizer of {settings.__name__}: " + "; ".join(problems))
     OPTIMIZERS[name] = settings
     OPTIMIZER_CLASSES[settings] = optimizer
-
-
-def _problems_of_settings(settings: type[OptimizerSettings]) -> list[str]:
-    if settings.__bases__ != (OptimizerSettings,) or "__dataclass_fields__" not in vars(settings):
-        return ["the settings must be a frozen dataclass whose only base is OptimizerSettings"]
-    own, others = field_infos(settings), set(all_fields(Config))
-    for kind in OPTIMIZERS.values():
-        others |= set() if kind is settings else field_infos(kind).keys()
-    needed = [field for field, info in own.items() if info.required]
-    return [
-        *(
-            f"the field {field} is a flag of another section: give it the optimizer's name"
-            for field in own.keys() & others
-        ),
-        *(f"the field {field} has no default: give it one" for field in needed),
-    ]
 
 
 def build_optimizer(runs: Sequence[LocalRun], config: Config) -> Optimizer[Any]:

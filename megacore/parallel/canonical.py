@@ -89,10 +89,6 @@ class Blocks:
         """This rank's blocks of a dimension that the ranks divide evenly: contiguous, at aligned addresses."""
         return split_blocks(x, dim, [x.shape[dim] // len(self.held)] * len(self.held))
 
-    def split_positions(self, x: Tensor, dim: int = 1) -> list[Tensor]:
-        """The blocks of positions of a tensor between the layers: contiguous."""
-        return split_blocks(x, dim, self.sizes_of_positions(x.shape[dim]))
-
     def sizes_of_positions(self, local: int) -> list[int]:
         """Of each block of positions that this rank holds, of `local` positions in all."""
         held = self.held_positions
@@ -113,7 +109,7 @@ class Blocks:
             return function(*tensors, *parameters)
         number = len(self.held_positions)
         views = [[None] * number if p is None else self.terms(p, number) for p in parameters]
-        blocks = [self.split_positions(x) for x in tensors]
+        blocks = [split_blocks(x, 1, self.sizes_of_positions(x.shape[1])) for x in tensors]
         return joined_blocks([function(*operands) for operands in zip(*blocks, *views, strict=True)], 1)
 
     def of_features(self, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -523,11 +519,8 @@ class _Totals(Node):
 class _Copies(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int, heads: int | None, dtype: torch.dtype, blocks: Blocks) -> Tensor:
-        ctx.number, ctx.copies, ctx.blocks = (
-            number,
-            number if heads is None else heads,
-            None if heads is None else blocks,
-        )
+        ctx.number, ctx.copies = number, number if heads is None else heads
+        ctx.blocks = None if heads is None else blocks
         return x.to(dtype).repeat_interleave(ctx.copies, 2)
 
     @staticmethod

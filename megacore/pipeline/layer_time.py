@@ -58,7 +58,11 @@ def _block_seconds(
     residual = RESIDUAL_PASSES * block.hidden_size / (t if config.parallel.sequence_parallel else 1)
     memory = e * (residual + (inner + HEAD_PASSES * heads) / t) / bandwidth
     forward = (products + attention) / t / flops_per_second + memory
-    passes = 4.0 if _computes_blocks_again(config) else 3.0
+    # Whether backward computes the forward of a stage's last block again. Where only the first blocks of each stage are
+    # computed again, like blocks add as much to every stage: that changes no balance.
+    first, parallel = config.training.recompute_num_layers, config.parallel
+    every = first is None or first * parallel.pp * parallel.virtual_stages >= config.model.num_layers
+    passes = 4.0 if config.training.recompute == "full" and every else 3.0
     return tokens * (passes * forward + again / t / flops_per_second)
 
 
@@ -84,14 +88,6 @@ def linear_bytes(block: ResolvedModel, e: int, *, kept: bool) -> float:
     if block.is_mamba:
         of_keys, of_head = 6 * keys, 7 * v + 3.25 * 64 + 1.6 * k * v / 64
     return 5.0 * e * values + 4.0 * (3 * (2 * keys + values) + of_keys + block.linear_num_value_heads * of_head)
-
-
-def _computes_blocks_again(config: ResolvedConfig) -> bool:
-    """Whether backward computes the forward of a stage's last block again. Where only the first blocks of each stage
-    are computed again, like blocks add as much to every stage: that changes no balance."""
-    first, parallel = config.training.recompute_num_layers, config.parallel
-    every = first is None or first * parallel.pp * parallel.virtual_stages >= config.model.num_layers
-    return config.training.recompute == "full" and every
 
 
 def _tokens(config: ResolvedConfig) -> int:

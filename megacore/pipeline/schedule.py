@@ -160,17 +160,6 @@ def result(action: Action) -> Key:
 _RESULTS = {Op.FORWARD: "output", Op.BACKWARD: "gradient", Op.INPUT_GRAD: "gradient", Op.WEIGHT_GRAD: "done"}
 
 
-def first_backward(schedule: Schedule) -> int | None:
-    """The microbatch whose weight gradients every stage computes before those of others; None: stages differ."""
-    first: dict[int, int] = {}  # by stage
-    for rank in range(schedule.ranks):
-        for action in schedule.computations(rank):
-            if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
-                first.setdefault(action.stage, action.microbatch)
-    numbers = set(first.values())
-    return numbers.pop() if len(numbers) == 1 else None
-
-
 def backwards_beside(schedule: Schedule, rank: int) -> dict[Action, Action]:
     """DualPipeV's backwards, by the forward before each of them, whose gradient is expected before this forward, and
     which is of the rank's other stage. Such a backward may begin beside the forward: this changes no order of messages,

@@ -50,7 +50,8 @@ class TransformerTask(Task):
         self.config, self.group, self.sequence = config, context.layer_group, context.sequence
         self.scored, self.blocks, self.weights = context.attended, context.blocks, weights
         self.share = vocabulary_share(config.model.vocab_size, context.layer_group)
-        self.options, self.head_has_loss = context.loss_options, context.loss_in_parts
+        self.options = context.loss_options
+        self.head_has_loss = context.chunked_loss(config.model.vocab_size).in_parts
         self.compiled_loss: Callable[..., Tensor] | None = None  # not needed where the head has the loss
         if config.training.compile:
             split = config.training.reproducible or config.parallel.may_split_backward
