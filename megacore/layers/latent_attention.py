@@ -65,7 +65,12 @@ class LatentAttention(Attention):
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Attention over all positions; arguments and result as for `SelfAttention`."""
         assert self.rotary is not None, "the configuration requires a rotation"
-        query = self._queries(x).unflatten(-1, (-1, self.unrotated + self.rotated))  # [b, s, n/t, d_n + d_r]
+        if self.query is not None:
+            query = self.query(x)  # [b, s, n (d_n + d_r) / t]
+        else:
+            short = self.query_down(x)
+            query = self.query_up(short if self.query_norm is None else self.query_norm(short))
+        query = query.unflatten(-1, (-1, self.unrotated + self.rotated))
         latent, shared = self.key_value_down(x).split([self.latent, self.rotated], -1)
         if self.key_value_norm is not None:
             latent = self.key_value_norm(latent.contiguous())
@@ -91,13 +96,6 @@ class LatentAttention(Attention):
     def _for_heads(self, shared: Tensor, of_key: Tensor) -> Tensor:
         """[b, s, 1, d_r] -> [b, s, n/t, d_r], like the heads' other part"""
         return shared.expand(-1, -1, of_key.shape[2], -1)
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """[b, s, h] or, sequence parallel, [b, s/t, h] -> [b, s, n (d_n + d_r) / t]"""
-        if self.query is not None:
-            return self.query(x)
-        short = self.query_down(x)
-        return self.query_up(short if self.query_norm is None else self.query_norm(short))
 
     def _widened(self, x: Tensor) -> Tensor:
         """With zeros after each head, up to the width that keys and values share."""

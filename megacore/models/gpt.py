@@ -87,7 +87,8 @@ class GPTEmbedding(ShardedModule):
     def _positions_of(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Rows of the table for the positions that this rank holds."""
         assert self.positions is not None
-        here = local_positions(tokens.shape[1], self.sequence_parallel_group)
+        split = self.sequence_parallel_group
+        here = slice(tokens.shape[1]) if split.size == 1 else local_positions(tokens.shape[1], split)
         if positions is not None:
             rows_of = self.context_parallel.take(positions, 1)[:, here] + self.offset
             return self.canonical_blocks.over_positions(F.embedding, [rows_of], [self.positions])

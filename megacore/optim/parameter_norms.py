@@ -39,18 +39,16 @@ class ParameterNorms:
         self.parts_of: dict[LocalRun, list[Part]] = {local.run: [] for local in segments}  # each run's parts
         for local in segments:
             first = local.segment.shard_slice.start - local.run.shard_slice.start
+            holders = local.bucket.group if local.bucket.options.stage == 0 else local.bucket.across
             for key, elements in _pieces(local):
+                row = self._rows[key]
                 part = Part(
-                    row=self._rows[key],
+                    row=row,
                     in_run=slice(first + elements.start, first + elements.stop),
                     size=math.prod(local.spec.shape[1:] if _is_stack(local) else local.spec.shape),
-                    is_counted=self._is_counted(local, self._rows[key]),
+                    is_counted=row % holders.size == holders.rank and local.spec.is_counted_by(mesh),
                 )
                 self.parts_of[local.run].append(part)
-
-    def _is_counted(self, local: LocalSegment, row: int) -> bool:
-        holders = local.bucket.group if local.bucket.options.stage == 0 else local.bucket.across
-        return row % holders.size == holders.rank and local.spec.is_counted_by(self._mesh)
 
     def table(self, columns: int) -> Tensor:
         """Zeros to which `add` adds: a row for each parameter."""

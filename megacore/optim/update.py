@@ -243,9 +243,8 @@ class WeightUpdate:
     def _step_in_place(self, factor: Tensor, lr: float) -> None:
         """Bucket by bucket: no more than the gradients of one exist a second time, in fp32."""
         for bucket in self.data_parallel.in_order_of_use():
-            runs = bucket.runs
-            gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
-            self.optimizer.step(runs, gradients, lr=lr, factor=factor)
+            gradients = [None if gradient is None else gradient.float() for gradient in bucket.gradients_of_runs()]
+            self.optimizer.step(bucket.runs, gradients, lr=lr, factor=factor)
             del gradients  # not while the next bucket's are made
             if not self.optimizer.defers:
                 bucket.publish()

@@ -154,36 +154,27 @@ def start_scatter(x: Tensor, group: Group) -> Scattering:
     return scattering
 
 
-class _ReduceScatter(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_scatter(x, group).wait()
+class _Exchanged(Node):
+    """A gather along the sequence, or a reduce-scatter: each is the other's backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_gather(grad, ctx.group).wait(), None
-
-
-class _Gather(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return start_gather(x, group).wait()
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return (start_gather if gathers else start_scatter)(x, group).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_scatter(grad, ctx.group).wait(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (start_scatter if ctx.gathers else start_gather)(grad, ctx.group).wait(), None, None
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial [b, s, h] of every rank -> this rank's positions of the sum, [b, s/t, h]; backward gathers."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+    return x if group.size == 1 else _Exchanged.apply(x, group, False)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """[b, s, h] from every rank's [b, s/t, h]; backward sums over the ranks and keeps this one's positions."""
-    return x if group.size == 1 else _Gather.apply(x, group)
+    return x if group.size == 1 else _Exchanged.apply(x, group, True)
 
 
 def local_positions(length: int, group: Group) -> slice:

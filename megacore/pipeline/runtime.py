@@ -495,14 +495,14 @@ class ActionTimer:
         self.is_open = False
 
     def measure(self, action: Action) -> AbstractContextManager[None]:
-        return self._timed("compute", (action,)) if self.is_open else _UNTIMED
+        return _Timing(self, "compute", (action,)) if self.is_open else _UNTIMED
 
     def waiting(self, *actions: Action) -> AbstractContextManager[None]:
         """Times the wait for the arrival of a tensor, or, without an action, for the last sends."""
-        return self._timed("wait", actions) if self.is_open and self.tracing else _UNTIMED
+        return _Timing(self, "wait", actions) if self.is_open and self.tracing else _UNTIMED
 
     def posting(self, actions: Sequence[Action]) -> AbstractContextManager[None]:
-        return self._timed("post", tuple(actions)) if self.is_open and self.tracing else _UNTIMED
+        return _Timing(self, "post", tuple(actions)) if self.is_open and self.tracing else _UNTIMED
 
     @contextmanager
     def measure_step(self) -> Iterator[None]:
@@ -528,9 +528,6 @@ class ActionTimer:
             for one, begin, stop in zip(self._records, seconds[::2], seconds[1::2], strict=True)
         )
         return TimedPass(start=start, end=end, read=read, actions=tuple(actions))
-
-    def _timed(self, kind: Kind, actions: tuple[Action, ...]) -> AbstractContextManager[None]:
-        return _Timing(self, kind, actions)
 
     def record(self, kind: Kind, actions: tuple[Action, ...], start: Mark) -> None:
         self._records.append(_Record(kind, actions, start, self.mark()))

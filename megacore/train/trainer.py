@@ -193,9 +193,9 @@ class Trainer:
 
     def roll_back(self, spike: str) -> bool:
         """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
-        `spike`: what is wrong with the last step. Returns false: the first save has just failed, there is no
-        checkpoint, and the step is only skipped. Raises TrainingDiverged where the run must stop instead, or there are
-        not enough samples left."""
+        `spike`: what is wrong with the last step. Returns false: there is no checkpoint, yet or because the first save
+        has just failed, and the step is only skipped. Raises TrainingDiverged where the run must stop instead, or there
+        are not enough samples left."""
         self.saving.finish()
         if self.saving.newest is None:
             return False

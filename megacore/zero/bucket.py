@@ -486,6 +486,9 @@ class Bucket:
     def runs(self) -> list[LocalRun]:
         return [run for reference in self._runs if (run := reference()) is not None]
 
+    def gradients_of_runs(self) -> list[Tensor | None]:
+        return [self.gradient(run.shard_slice) for run in self.runs]
+
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments in order; adjacent ones as one flat tensor, with the padding
         between."""
