@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import megacore
+from megacore.config.constraints import idle_optimizers
 from megacore.config.dimensions import degree_fields
-from megacore.config.flags import CONFIG_INFO, all_fields, flags_by_name, read_flags
+from megacore.config.flags import CONFIG_INFO, all_fields, fields_of_parameter, flags_by_name, read_flags
 from megacore.config.given import Given
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
@@ -29,7 +30,14 @@ from megacore.config.missing_files import NEEDED_BY_PLANS, missing_files
 from megacore.config.nodes import launched_processes, launcher_number
 from megacore.config.other_trainers import other_trainers
 from megacore.config.problem import Change, Problem, Values
-from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of, with_registered
+from megacore.config.schema import (
+    UNKNOWN_VOCAB_SIZE,
+    Config,
+    ResolvedConfig,
+    section_of,
+    sections_of,
+    with_registered,
+)
 from megacore.config.solve import Searched
 from megacore.config.sources import Sources, built
 from megacore.config.spelling import fields_in, flag_and_value
@@ -319,14 +327,18 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
 
 
 def _without_value(flags: Given, config: Config, unread: set[str]) -> Iterator[str]:
-    """Parameters that have the value which they have anyway, after a flag that no source gives one."""
-    infos = flags_by_name(type(config))
+    """Parameters that have the value which they have anyway, after a flag that no source gives one, or of an optimizer
+    that is not chosen. Of other values, rules say so."""
+    infos, every, idle = flags_by_name(type(config)), all_fields(type(config)), set(idle_optimizers(config))
     for spelled in (name for name in dict.fromkeys(flags.names) if " " in name and name in infos):
-        info, owner = infos[spelled], infos[spelled.partition(" ")[0]]
+        info, owner, fields = infos[spelled], infos[spelled.partition(" ")[0]], fields_of_parameter(spelled)
         is_read = not {owner.name, info.name, "config"} & (flags.unread | unread)
-        needs_it = is_read and owner.kind is not bool and info.needs and info.needs.owner == owner.name
-        if needs_it and not config.value(owner.name) and config.value(info.name) == info.default:
+        if not is_read or any(config.value(name) != every[name].default for name in fields):
+            continue
+        if owner.kind is not bool and info.needs and info.needs.owner == owner.name and not config.value(owner.name):
             yield f"{spelled} has no effect without a value of {owner.flag}: leave it out"
+        elif {section_of(type(config), name) for name in fields} <= idle:
+            yield f"{spelled} has no effect with --optimizer {config.optimizer.optimizer}: leave it out"
 
 
 def _save_in_directory(given: Given) -> None:
@@ -413,7 +425,8 @@ def _of_other_trainers(problems: Sequence[str], translated: Mapping[str, Mapping
     for origin, settings in translated.items():
         for source, ours in settings.items():
             if refused & fields_in(ours) and not any(source in problem for problem in problems):
-                yield f"Translated: {source} of {origin} is {ours}."
+                change = "" if source.startswith("--") else ": change it there"
+                yield f"Translated: {source} of {origin} is {ours}{change}."
 
 
 def printable(text: str) -> str:

@@ -69,7 +69,7 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config, *, optimizer: s
     for word in every:
         info = flags.get(word.flag)
         given.names.append(word.flag)
-        if len(candidates := _fields_of_parameter(word.flag)) > 1:
+        if len(candidates := fields_of_parameter(word.flag)) > 1:
             if optimizer is None:
                 given.by_optimizer.append(word.flag)
                 continue
@@ -117,7 +117,7 @@ def without_fields(argv: Sequence[str], fields: Collection[str], kind: type[Conf
             sets = theirs.fields if theirs else () if info is None else (info.name,)
             is_kept = not any(field in fields for field in sets)
         if parameter := _parameter(name, text, flags):
-            names = _fields_of_parameter(parameter) or (flags[parameter].name,)
+            names = fields_of_parameter(parameter) or (flags[parameter].name,)
             if not any(field in fields for field in names):
                 kept += [name, text] if not is_kept else [text]
         elif is_kept:
@@ -174,7 +174,7 @@ def _parameter(flag: str, text: str, flags: Mapping[str, FieldInfo]) -> str | No
     return name if name in flags else None
 
 
-def _fields_of_parameter(flag: str) -> tuple[str, ...]:
+def fields_of_parameter(flag: str) -> tuple[str, ...]:
     """The fields that a flag of two words may be; none for other flags, and for the form that turns a switch off."""
     owner, _, name = flag.removeprefix("--").partition(" ")
     return PARAMETERS.get(owner.replace("-", "_"), {}).get(name.removeprefix("no-"), ())

@@ -152,10 +152,8 @@ def _fits(count: int, tp: int, cp: int) -> bool:
 
 def _compiled(c: Settings) -> Iterator[str]:
     if c.compile and _blocks_of(c) > 1:
-        yield (
-            "--reproducible computes sums in blocks, which --compile would fuse differently in each layout: "
-            "use --reproducible blocks=1, with which another --tp rounds differently, or leave --compile out"
-        )
+        said = "--reproducible computes sums in blocks, which --compile would fuse differently in each layout"
+        yield Problem(said, _ONE_BLOCK, c.out("compile"))
 
 
 def _config(c: Settings) -> Config:

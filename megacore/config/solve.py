@@ -36,10 +36,20 @@ _SAME = "the change proposed above solves this too"
 def with_tried_ways(found: Sequence[str], recheck: Recheck, *, processes: int | None = None) -> list[str]:
     """The messages, each with the ways out of which nothing else is refused. `processes`: None: as many as the degrees
     say."""
-    said: dict[int, str] = {}
-    for places in _groups(found):
-        group = _Group([found[place] for place in places], frozenset(map(_key, found)), recheck, processes)
-        said |= {place: group.in_words(found[place]) for place in places}
+    known = frozenset(map(_key, found))
+    groups = {
+        tuple(places): _Group([found[place] for place in places], known, recheck, processes)
+        for places in _groups(found)
+    }
+    # What one group proposes first may violate a constraint beside what another one does: these are solved together.
+    for one, other in itertools.combinations(list(groups), 2):
+        places = tuple(sorted((*one, *other)))
+        if {one, other} <= groups.keys() and groups[one].contradicts(groups[other]):
+            both = _Group([found[place] for place in places], known, recheck, processes)
+            if both.nearest:
+                del groups[one], groups[other]
+                groups[places] = both
+    said = {place: group.in_words(found[place]) for places, group in groups.items() for place in places}
     return [said[place] for place in range(len(found))]
 
 
@@ -89,6 +99,26 @@ class _Group:
             words = [several if others else f"choose another value of {last}"] if last else []
             words = words or [way.text for way in problem.ways if isinstance(way, Change)]
         return message(problem.said, [*words, *in_prose][:_MOST_WAYS])
+
+    @cached_property
+    def nearest(self) -> Changes:
+        """What the first way out changes; nothing, where none is found."""
+        for way in itertools.chain.from_iterable(map(_ways, self.problems)):
+            if isinstance(way, Values) and (values := self._values[way.name]):
+                return {way.name: values[0]}
+            if isinstance(way, Change) and way.values and (change := self._first_that_solves(way)):
+                return change.values
+        return self._combination
+
+    def contradicts(self, other: _Group) -> bool:
+        """Whether the first ways out of both leave something to be refused that each alone does not."""
+        mine, its = self.nearest, other.nearest
+        if not mine or not its:
+            return False
+        if any(its[name] != value for name, value in mine.items() if name in its):
+            return True
+        own = {_key(problem) for problem in (*self.problems, *other.problems)}
+        return any((key := _key(left)) in own or key not in self.known for left in self.recheck({**mine, **its}))
 
     def _first_that_solves(self, change: Change | None) -> Change | None:
         while change is not None and not self._solves(change.values):

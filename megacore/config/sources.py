@@ -21,8 +21,8 @@ from megacore.config.optimizer import OptimizerConfig
 from megacore.config.optimizers import OPTIMIZERS, sections_read
 from megacore.config.other_trainers import other_trainers
 from megacore.config.presets import RECIPES
-from megacore.config.schema import Config, ResolvedConfig, sections_of
-from megacore.config.spelling import OWNERS, flag, flag_and_value
+from megacore.config.schema import Config, ResolvedConfig, section_of, sections_of
+from megacore.config.spelling import OWNERS, flag, flag_and_value, own_flag
 
 C = TypeVar("C", bound=Config)
 
@@ -122,6 +122,8 @@ class Sources(Generic[C]):
             ("pipeline_balance", "pipeline_balance" in typed and has_one_stage, "without a pipeline (--pp 1)"),
         )
         yield from (f"{flag_and_value(name, typed[name])} changes nothing {why}" for name, idle, why in notes if idle)
+        if typed.get("schedule") == "zero-bubble" and has_one_stage:
+            yield "--schedule zero-bubble fills waits of a pipeline, and there is none with --pp 1"
 
     def _overridden_preset(self) -> Iterator[str]:
         """That the file overrides parts of a preset that a flag asks for."""
@@ -163,11 +165,15 @@ class Sources(Generic[C]):
     def as_given(self, problem: str) -> str:
         """A problem about a parameter as it was spelled, and that tells which of the values in it nobody gave, because
         they are defaults of Megatron-LM."""
-        for name in self.given.keys() & OWNERS.keys():
+        for name in [name for name in OWNERS if name in self.given]:
             alias, given = (flag_and_value(name, self.given[name], own=own) for own in (True, False))
             owner, said = flag(OWNERS[name][0]), f"{alias} has no effect without "
             if flag(name) in self.flags.names and problem.startswith(f"{said}{owner}:"):
                 problem = f"{given} has no effect without a value of {problem.removeprefix(said)}"
+            needs = field_infos(sections_of(self.kind)[section_of(self.kind, name)])[name].needs
+            # Its own flag stays where only its owner is left out, without which it has no effect.
+            if own_flag(name) in self.flags.names and needs is not None and needs.owner == OWNERS[name][0]:
+                problem = re.sub(rf"leave {owner} (?=out|and)", f"leave {owner} and {own_flag(name)} ", problem)
         for name, value in self.theirs.items():
             if name not in self.given and name not in self.former:
                 text = flag_and_value(name, value)
