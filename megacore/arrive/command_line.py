@@ -107,9 +107,9 @@ class _Known(OtherTrainers):
         path = flags.values.pop(_FILE.name, None)
         if path is None:
             return notes
-        keys = read_deepspeed(path, is_planned=is_planned)
+        keys, _ = read_deepspeed(path, is_planned=is_planned)
         flags.problems += keys.problems
-        flags.foreign += keys.settings
+        flags.foreign += keys.foreign
         flags.unread |= keys.unread
         return notes + keys.notes
 
@@ -136,7 +136,7 @@ class _Known(OtherTrainers):
         translate_settings(given, values, config, world_size)
 
     def settings_of_search(self, path: str) -> tuple[Sequence[ForeignSetting], Sequence[str]]:
-        settings = read_deepspeed(path, is_planned=True).settings
+        settings = read_deepspeed(path, is_planned=True)[0].foreign
         of_one_layout = (one for one in settings if one.source.startswith(ACCUMULATION))
         return settings, [
             f"{one.where}{one.source} is for one layout, as --search divides the same batch in all ways: leave it out, "

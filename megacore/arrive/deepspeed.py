@@ -12,8 +12,20 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
-from megacore.arrive.megatron import bucket_mib, nearest
-from megacore.arrive.rows import Foreign, Value, read_rows, read_tables, real, shown, switch, text, value_at, whole
+from megacore.arrive.megatron import nearest
+from megacore.arrive.rows import (
+    Foreign,
+    Value,
+    bucket_mib,
+    read_rows,
+    read_tables,
+    real,
+    shown,
+    switch,
+    text,
+    value_at,
+    whole,
+)
 from megacore.arrive.translation import MissingField, Translation
 from megacore.config.data import DataConfig
 from megacore.config.fields import LARGEST_INT
@@ -138,24 +150,10 @@ def _saved_inputs(value: Value) -> Translation:
     return Translation({"distribute_saved_activations" if divides else "offload_activations": True})
 
 
-def _buckets(value: Value) -> Translation:
-    """A bucket of so many gradients; a flag may have them as 5e8."""
-    if not value.is_flag:
-        return Translation({"bucket_size_mb": bucket_mib(whole(value, 1))})
-    try:
-        elements = float(value.value)
-    except ValueError:
-        elements = 0.0
-    if not 1 <= elements < 1e15:
-        raise ValueError(f"{value.quoted} is not a number of elements: use, for example, 500000000")
-    return Translation({"bucket_size_mb": bucket_mib(elements)})
-
-
 def _gathered_buckets(value: Value) -> Translation:
-    elements = whole(value)
-    if value.other("zero_optimization.reduce_bucket_size") is not None or not elements:
+    if not whole(value) or value.other("zero_optimization.reduce_bucket_size") is not None:
         return Translation()
-    return Translation(implied={"bucket_size_mb": bucket_mib(elements)})
+    return Translation(implied={"bucket_size_mb": bucket_mib(value)})
 
 
 def _without_pipeline(value: Value) -> Translation:
@@ -226,10 +224,6 @@ def _profile(value: Value) -> Translation:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ValueError(f"flops_profiler.profile_step {shown(step)} is not a step from 1: use, for example, 10")
     return Translation({"profile_steps": f"{step}:{step}"})
-
-
-def _decoupled(value: Value) -> Translation:
-    return Translation({} if value.value is None or value.value is False else {"async_save": True})
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------

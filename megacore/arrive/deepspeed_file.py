@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from megacore.arrive.deepspeed import all_keys, tables
 from megacore.arrive.rows import Document, Value, shown, value_at
 from megacore.arrive.translation import Translation
-from megacore.config.given import ForeignSetting
+from megacore.config.given import ForeignSetting, Given
 from megacore.config.messages import did_you_mean, nearest_name
 from megacore.config.toml import read_settings
 from megacore.errors import UserError
@@ -25,20 +24,10 @@ _FLAG = "--deepspeed-config"
 _REFERENCE = "docs/guides/coming-from-deepspeed.md lists the keys"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedKeys:
-    """What a DeepSpeed configuration says."""
-
-    settings: list[ForeignSetting] = field(default_factory=list)  # its keys, to be translated with the flags
-    problems: list[str] = field(default_factory=list)  # what is wrong with the file, and the keys that do not exist
-    unread: set[str] = field(default_factory=set)  # fields that it may set, where it could not be read
-    notes: list[str] = field(default_factory=list)
-    document: Document = field(default_factory=dict)  # the configuration itself
-
-
-def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -> DeepSpeedKeys:
-    """A configuration, a JSON file or what one contains, and every problem in it. `is_planned`: the run is only
-    planned, so that a search (autotuning) is what the caller does anyway."""
+def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -> tuple[Given, Document]:
+    """The settings of a configuration, a JSON file or what one contains, with every problem in it; and the
+    configuration itself. `is_planned`: the run is only planned, so that a search (autotuning) is what the caller does
+    anyway."""
     if isinstance(source, Mapping):
         return _read(source, "config", is_planned=is_planned)
     try:
@@ -48,7 +37,7 @@ def read_deepspeed(source: str | Path | Document, *, is_planned: bool = False) -
             raise UserError("must hold an object, as in {}")
     except UserError as error:
         every = {name for key in all_keys().values() for name in key.fields}
-        return DeepSpeedKeys(problems=[f"{_FLAG} {source} {error}"], unread=every)
+        return Given(problems=[f"{_FLAG} {source} {error}"], unread=every), {}
     return _read(document, str(source), is_planned=is_planned)
 
 
@@ -60,25 +49,25 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _read(document: Document, name: str, *, is_planned: bool) -> DeepSpeedKeys:
+def _read(document: Document, name: str, *, is_planned: bool) -> tuple[Given, Document]:
     document = {tables()["aliases"].get(key, key): value for key, value in document.items()}
     if isinstance(stage := document.get("zero_optimization"), bool):  # the form of DeepSpeed's first versions
         document["zero_optimization"] = {"stage": int(stage)}
-    read = DeepSpeedKeys(document=document)
+    read = Given()
     left: list[str] = []
     off: list[str] = []
     for path, value in _leaves(document, read.problems, off, name):
         if value == "auto":
             left.append(path)
         elif not (is_planned and path == "autotuning.enabled"):
-            read.settings.append(_setting(path, value, document, name))
+            read.foreign.append(_setting(path, value, document, name))
     if not any(value_at(document, f"{form}.enabled") in (True, "auto") for form in ("fp16", "bf16")):
-        read.settings.append(_fp32(name))
+        read.foreign.append(_fp32(name))
     if left:
         read.notes.append(f'left to the flags by {name} ("auto"): {", ".join(left)}')
     if off:
         read.notes.append(f"without effect in {name}: {', '.join(off)}")
-    return read
+    return read, document
 
 
 def _leaves(

@@ -16,7 +16,6 @@ from megacore.arrive.translation import translate_settings
 from megacore.config import Config, LoggingConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.fields import LARGEST_INT, field_infos
-from megacore.config.given import Given
 from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings, sections_read
 from megacore.config.spelling import flag_and_value
@@ -56,9 +55,7 @@ def engine_settings(
 ) -> EngineSettings:
     """Translates a configuration for an engine. `optimizer`: of torch's, whose settings hold where the configuration
     has none. Raises ConfigError with everything that has no counterpart."""
-    keys = read_deepspeed(source)
-    document = keys.document
-    given = Given(foreign=keys.settings, problems=keys.problems)
+    given, document = read_deepspeed(source)
     from_client = {}
     if optimizer is not None and value_at(document, "optimizer") is not None:
         kind = type(optimizer).__name__
@@ -110,7 +107,7 @@ def engine_settings(
         scheduled=value_at(document, "scheduler.type") is not None,
         log_interval=values.get("log_interval"),
         drop_last=value_at(document, "dataloader_drop_last") is True,
-        notes=[*keys.notes, *given.translation_notes()],
+        notes=[*given.notes, *given.translation_notes()],
     )
 
 

@@ -24,12 +24,6 @@ _LONGEST_LIST = 10_000
 _LONGEST_LAYOUT = 100_000
 _LARGEST_DATA_ARGS = 1 << 24  # bytes
 _YARN_POSITIONS = 4096  # Megatron-LM's default of --original-max-position-embeddings
-_BYTES_OF_GRADIENT, _MIB = 4, 1 << 20
-
-
-def bucket_mib(elements: float) -> float:
-    """The value of --bucket-size-mb for a bucket of so many gradients."""
-    return float(f"{elements * _BYTES_OF_GRADIENT / _MIB:.6g}")
 
 
 def nearest(count: Fraction) -> int:
@@ -105,9 +99,12 @@ def _listed(value: Value) -> list[int] | None:
     return listed
 
 
-def _pattern(value: Value, kinds: str, nth: str) -> Translation:
+def _pattern(value: Value) -> Translation:
     """The pattern of attention in which every Nth block is of another kind than the rest, or in which each block has
     the kind with its number in a list."""
+    kinds, nth = (
+        (FULL + WITHOUT_POSITIONS, WITHOUT_POSITIONS) if value.name == "--no-rope-freq" else (FULL + WINDOW, FULL)
+    )
     try:
         found: list[int] | int | None = parse_int(value.value.strip())
     except ValueError:
@@ -121,14 +118,6 @@ def _pattern(value: Value, kinds: str, nth: str) -> Translation:
     if not 1 <= found <= _LONGEST_LIST:
         raise ValueError(f"{value}: use a whole number of 1 or more, or a list such as [1,1,1,0]*6")
     return Translation({"layer_pattern": pattern_of(kinds.replace(nth, "") * (found - 1) + nth)})
-
-
-def _windows(value: Value) -> Translation:
-    return _pattern(value, FULL + WINDOW, nth=FULL)
-
-
-def _without_positions(value: Value) -> Translation:
-    return _pattern(value, FULL + WITHOUT_POSITIONS, nth=WITHOUT_POSITIONS)
 
 
 def _expert_blocks(value: Value) -> Translation:
@@ -406,16 +395,6 @@ def _modules(value: Value) -> Translation:
     if unknown := [word for word in words if word not in (*_LIGHT, *_HEAVY)]:
         raise ValueError(f"{value.name} {unknown[0]} has no counterpart: use --recompute selective, or full")
     return Translation(implied={"recompute": "full"} if set(words) & set(_HEAVY) else {})
-
-
-def _distributed_optimizer(value: Value) -> Translation:
-    if value.run.settings.get("zero_stage") == 0:
-        raise ValueError(f"{value} is --zero-stage 1, and --zero-stage 0 is given as well: keep one of them")
-    return Translation(implied={"zero_stage": 1})
-
-
-def _bucket(value: Value) -> Translation:
-    return Translation({"bucket_size_mb": bucket_mib(whole(value, 1))})
 
 
 _CP_COMMS = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather", "allgather": "allgather", "a2a+p2p": None}

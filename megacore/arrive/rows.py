@@ -6,7 +6,7 @@ a switch, --flag X takes one value, and --flag X... any number. Tables of a file
 * `is`: the flags of megacore that say the same. One in parentheses holds where nothing else sets it, and N stands for
   the setting's own value, which is as `reads` says: whole (and its least value), float, which is the same as a number
   with a fraction, real, text, switch, or off, a switch turned around; what is `or null` sets nothing with null, nor
-  does what `skips` names.
+  does what `skips` names. It is refused beside the flag `unless`, which says the opposite.
 * `at`: settings that are accepted with some values. A table `is` says what each becomes; a list `accepts`, as JSON has
   it, those that change nothing. `never`: values with reasons of their own. Any other value is refused: `why`, and what
   to do `otherwise`; or as unknown, with what may be used besides (`or`).
@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from megacore.arrive.translation import Run, Translation
 from megacore.config.messages import did_you_mean, number, one_of, shortened
-from megacore.config.numbers import is_number, nearest_ints, parse_int
+from megacore.config.numbers import is_number, nearest_ints, parse_float, parse_int
 from megacore.config.spelling import field_and_text
 
 Document = Mapping[str, Any]
@@ -165,7 +165,16 @@ def text(value: Value) -> str:
     return value.value
 
 
+def bucket_mib(value: Value) -> float:
+    """The size in MiB of a bucket of so many gradients in fp32; a flag may have the number as 5e8."""
+    elements = (parse_float(value.value) if is_number(value.value) else 0.0) if value.is_flag else whole(value, 1)
+    if not 1 <= elements < _MOST:
+        raise ValueError(f"{value.quoted} is not a number of elements: use, for example, 500000000")
+    return float(f"{elements * 4 / (1 << 20):.6g}")
+
+
 _READERS: Mapping[str, Callable[[Value], Any]] = {
+    "bucket": bucket_mib,
     "real": real,
     "switch": switch,
     "off": lambda value: not switch(value),
@@ -258,12 +267,16 @@ def _settings(text: str) -> Translation:
 
 
 def _same(row: Row) -> Foreign:
-    becomes, types = _settings(row["ours"]), row.get("of", "").split()
+    becomes, unless = _settings(row["ours"]), _settings(row.get("unless", ""))
+    types = row.get("of", "").split()
     has_value = "reads" in row or "N" in (*becomes.values.values(), *becomes.implied.values())
 
     def translate(value: Value) -> Translation:
         if types and str(value.other("optimizer.type")).lower() not in row["of"].lower().split():
             raise ValueError(f"{value} is of {one_of(types)}: leave it out")
+        if any(value.run.settings.get(name) == given for name, given in unless.values.items()):
+            ours = row["ours"].strip("()")
+            raise ValueError(f"{value} is {ours}, and {row['unless']} is given as well: keep one of them")
         if not has_value:
             return becomes if value.is_flag or switch(value) else Translation()
         if (given := _read(value, row)) is None:

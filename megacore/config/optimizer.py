@@ -14,7 +14,6 @@ from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.parameter_groups import ParameterGroups, parse_rules
 from megacore.config.presets import RECIPES
 from megacore.config.rules import AtMost, Needs, Rule, Settings, rows
-from megacore.config.spelling import flag
 
 
 def _parameter_groups(c: Settings) -> Iterator[str]:
@@ -36,14 +35,6 @@ def _decoupled(c: Settings) -> Iterator[str]:
         )
 
 
-def _weight_decay(c: Settings) -> Iterator[str]:
-    """That a schedule of the weight decay has both ends."""
-    missing = [flag(name) for name in ("start_weight_decay", "end_weight_decay") if getattr(c, name) is None]
-    if c.weight_decay_incr_style != "constant" and missing:
-        given = c.given("weight_decay_incr_style")
-        yield f"{given} needs {' and '.join(missing)}: use for example --weight-decay start=0 end=0.1"
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer, its schedules and clipping."""
@@ -57,7 +48,6 @@ class OptimizerConfig(Section):
         AtMost("lr_warmup_init", "lr"),
         AtMost("lr_range_test_start", "lr", strict=True, why=", the last rate of the test", when=("lr_range_test",)),
         *rows("optimizer"),
-        _weight_decay,
     )
     former_defaults: ClassVar[Mapping[str, Any]] = {"lr_warmup_init": 0.0}
 

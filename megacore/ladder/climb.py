@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megacore.commands.from_python import Pretrained, pretrained
 from megacore.commands.tool import PassingParser, positive, run_tool
 from megacore.config import Config
 from megacore.config.flags import read_flags
@@ -39,6 +39,9 @@ from megacore.ladder.rungs import (
 )
 from megacore.models.outline import outline
 from megacore.plan.state import whole_parameters
+
+if TYPE_CHECKING:
+    from megacore.commands.from_python import Pretrained
 
 _USUAL = {
     **STYLE, "num_layers": "--num-layers 3", "seq_length": "--seq-length 128", "lr": "--lr 1e-2",
@@ -174,6 +177,8 @@ def _with_width(ladder: Ladder, number: int, output: Path) -> Ladder:
 
 
 def _trained(ladder: Ladder, width: int, words: Sequence[str], output: Path, name: str) -> Pretrained:
+    from megacore.commands.from_python import pretrained  # loads torch
+
     usual = [*width_flags(width, ladder), "--eval-interval", "1000000000", "--output-dir", str(output / name)]
     output.mkdir(parents=True, exist_ok=True)
     with (output / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
