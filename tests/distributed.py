@@ -331,7 +331,10 @@ def _rank_main(
     faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
     as_found: _Process | None = None
     while True:  # until the caller lets go; before that a rank that leaves would close connections its peers wait on
-        call: _Call = pipe.recv()
+        try:
+            call: _Call = pipe.recv()
+        except (EOFError, ConnectionResetError):  # the caller is gone; the thread above ends what is left
+            signal.pause()
         try:
             if as_found is None:
                 _join(gang, rank)

@@ -56,11 +56,17 @@ class Work:
         return None
 
 
-class OneDevice(_ProcessGroup):
-    """What torch makes a process group of."""
+class GlooGroup(_ProcessGroup):
+    """What torch asks of a process group, on gloo; a subclass says what a call does.
+
+    Attributes:
+        backend: The name under which torch knows it.
+        kind: The type of its devices.
+    """
 
     supports_splitting = supports_coalescing = False
-    kind = "cuda"
+    backend: str
+    kind: str
 
     def __init__(self, options: Any, _: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -71,7 +77,7 @@ class OneDevice(_ProcessGroup):
     group_desc = property(lambda self: self._description)
     _device_types = property(lambda self: [torch.device(self.kind)])
 
-    def _get_backend(self, device: torch.device) -> OneDevice:
+    def _get_backend(self, device: torch.device) -> GlooGroup:
         return self
 
     def _set_group_name(self, name: str) -> None:
@@ -84,12 +90,19 @@ class OneDevice(_ProcessGroup):
         pass
 
     def getBackendName(self) -> str:  # noqa: N802 (torch calls it)
-        return "one-device"
+        return self.backend
 
     def shutdown(self) -> None:
         pass
 
-    abort = shutdown
+    def abort(self) -> None:
+        self.shutdown()
+
+
+class OneDevice(GlooGroup):
+    """A process group of ranks that have the same device."""
+
+    backend, kind = "one-device", "cuda"
 
     def barrier(self, opts: Any) -> Work:
         return Work(self._gloo.barrier(dist.BarrierOptions()), [])
@@ -115,8 +128,8 @@ def share_one_device(kind: str) -> Callable[[], None]:
     """Let the ranks of this job, of which this process is one, have the same device. Returns what ends it."""
     OneDevice.kind = kind
     if not hasattr(dist.Backend, "ONE-DEVICE"):
-        dist.Backend.register_backend("one-device", OneDevice, extended_api=True, devices=[kind])
-    dist.Backend.default_device_backend_map[kind] = "one-device"
+        dist.Backend.register_backend(OneDevice.backend, OneDevice, extended_api=True, devices=[kind])
+    dist.Backend.default_device_backend_map[kind] = OneDevice.backend
     sharing = patch("megacore.parallel.mesh.identity_of", lambda device: None)  # else such ranks are refused
     sharing.start()
     return sharing.stop

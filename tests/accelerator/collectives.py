@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from benchmarks.gpu_check.one_device import GlooGroup
 from megacore.parallel.graphs import Recorded
 from tests.accelerator.device import caller, library
 from tests.accelerator.order import Call, Message, Order
@@ -29,8 +30,6 @@ Tensors = Sequence[Tensor]
 Starts = Callable[[], list[dist.Work]]
 _DRAIN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
 _communicators: list[Communicator] = []
-# torch's own annotations leave out half of what it calls.
-_ProcessGroup: Any = dist.ProcessGroup
 
 
 class Work:
@@ -70,53 +69,28 @@ class Work:
         return None
 
 
-class Communicator(_ProcessGroup):
+class Communicator(GlooGroup):
     """What torch makes a process group of: `init_process_group("pretend")`, `new_group()`."""
 
-    supports_splitting = False
+    backend, kind = "pretend", "pretend"
     supports_coalescing = True
 
     def __init__(self, options: Any, _: Any) -> None:
-        rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
-        self._name = self._description = options.group_id
+        super().__init__(options, _)
         self.timeline = int(library().pretend_new_timeline())
-        ranks = options.global_ranks_in_group or range(size)
+        ranks = options.global_ranks_in_group or range(options.group_size)
         members = ", ".join(map(str, ranks))
-        self._order = Order(options.store, rank, [f"rank {one} of the group of ranks {members}" for one in ranks])
-        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        names = [f"rank {one} of the group of ranks {members}" for one in ranks]
+        self._order = Order(options.store, options.group_rank, names)
         self._under_way: deque[Work] = deque()
         self._lock = threading.RLock()
         self._batch: list[tuple[Message, Tensor]] | None = None
         _communicators.append(self)
 
-    # ---- what torch asks of a process group
-
-    group_name = property(lambda self: self._name)
-    group_desc = property(lambda self: self._description)
-    _device_types = property(lambda self: [torch.device("pretend")])
-
-    def _get_backend(self, device: torch.device) -> Communicator:
-        return self
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        pass
-
-    def getBackendName(self) -> str:  # noqa: N802 (torch calls it)
-        return "pretend"
-
     def shutdown(self) -> None:
         if self in _communicators:
             _communicators.remove(self)
             self._order.close()
-
-    abort = shutdown
 
     # ---- work under way
 

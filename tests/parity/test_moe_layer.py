@@ -84,10 +84,10 @@ class Given:
     padding: Tensor | None = None
 
 
-def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tensor, given: Given) -> Tensor:
-    """The layer's output, each expert computed for each token, and what is trained with it: <output, grad> and the
-    losses of the router, token by token and sequence by sequence."""
-    experts = experts_of(model)
+def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tensor, given: Given) -> tuple[Tensor, int]:
+    """The layer's output, each expert computed for each token, and how many choices are dropped. What is trained with
+    it: <output, grad> and the losses of the router, token by token and sequence by sequence."""
+    experts, dropped = experts_of(model), 0
     chosen, total, trained = experts.moe_router_topk, [], x.new_zeros(())
     for number, (sequence, of_output) in enumerate(zip(x, grad, strict=True)):
         real = range(S) if given.padding is None else [s for s in range(S) if not given.padding[number, s]]
@@ -106,6 +106,7 @@ def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tens
             shares = shares + scores / scores.sum()
             squares = squares + torch.log(logits.exp().sum()) ** 2
         kept = within_capacity(weights, experts)
+        dropped += len(weights) - len(kept)
         for place, token in enumerate(sequence):
             y = torch.zeros_like(token)
             for e in [e for e in range(experts.num_experts) if (place, e) in kept]:
@@ -120,7 +121,7 @@ def dense(x: Tensor, values: dict[str, Tensor], model: ResolvedModel, grad: Tens
         trained = trained + experts.moe_aux_loss_coeff * (f * shares / len(real)).sum() / SEQUENCES
         trained = trained + experts.moe_z_loss_coeff * squares / len(real) / SEQUENCES
     trained.backward()
-    return torch.stack(total).detach().view_as(x)
+    return torch.stack(total).detach().view_as(x), dropped
 
 
 def within_capacity(weights: dict[tuple[int, int], Tensor], experts: ResolvedExperts) -> set[tuple[int, int]]:
@@ -172,9 +173,10 @@ def test_outputs_losses_and_gradients_equal_a_loop_over_all_experts(fields: dict
         given = dataclasses.replace(given, noise=1.0 + experts_of(model).moe_input_jitter_eps * (2.0 * uniform - 1.0))
     values = {name: value.double().requires_grad_() for name, value in weights_of(layer).items()}
     exact = x.detach().double().requires_grad_()
-    expected = dense(exact, values, model, grad.double(), given)
+    expected, dropped = dense(exact, values, model, grad.double(), given)
     y = layer(x, None if padding is None else padding.long())
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    assert layer.router.counts[-1] == dropped
     y.backward(grad)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
