@@ -87,7 +87,7 @@ test: setup-dev
 
 # In the order of tests/conftest.py, which puts the longest files first.
 pytest: setup-dev
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
 
 test-slow: setup-dev $(DOCS_STAMP)
 	$(RUN) -m pytest -m slow -n $(WORKERS) --dist worksteal tests/$(PIECE) $(ARGS)

@@ -28,14 +28,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The files that take longest (`--durations=50`), the longest first. Files run side by side (`--dist loadfile`), and one
 # that began last would leave the other cores idle.
 LONGEST = (
-    "test_tools.py", "matrix/test_layouts.py", "matrix/test_exact.py", "e2e/test_resume.py",
-    "kernels/test_interpreter.py", "plans/test_traced_memory.py", "matrix/test_zero.py", "e2e/test_failures.py",
-    "parallel/test_dry_run.py", "e2e/test_rings.py", "parallel/test_stopping.py", "parity/test_conversion_memory.py",
-    "e2e/test_pretrain.py", "plans/test_published_runs.py", "e2e/test_watch.py", "parallel/test_spikes.py",
-    "unit/test_roofline.py", "accelerator/test_synchronizations.py", "accelerator/test_memory.py",
-    "golden/test_golden.py", "e2e/test_refusals.py", "examples/test_extend_pages.py", "accelerator/test_products.py",
-    "accelerator/test_training.py", "e2e/test_scripts.py", "kernels/test_compiled.py", "e2e/test_readme.py",
-    "parallel/test_replicas.py", "e2e/test_same_run.py", "e2e/test_object_store.py",
+    "test_tools.py", "matrix/test_layouts.py", "matrix/test_exact.py", "e2e/test_failures.py",
+    "kernels/test_interpreter.py", "plans/test_traced_memory.py", "matrix/test_zero.py",
+    "parity/test_conversion_memory.py",
+    "parallel/test_dry_run.py", "e2e/test_rings.py", "accelerator/test_synchronizations.py", "parallel/test_engine.py",
+    "parallel/test_stopping.py", "accelerator/test_training.py", "e2e/test_pretrain.py", "plans/test_published_runs.py",
+    "e2e/test_watch.py", "parallel/test_spikes.py", "unit/test_roofline.py", "accelerator/test_memory.py",
+    "golden/test_golden.py", "e2e/test_refusals.py", "examples/test_extend_pages.py", "e2e/test_scripts.py",
+    "kernels/test_compiled.py", "e2e/test_readme.py", "parallel/test_replicas.py", "e2e/test_same_run.py",
+    "e2e/test_object_store.py",
 )  # fmt: skip
 
 

@@ -18,8 +18,7 @@ from megacore import ops
 from megacore.ops import loss
 from megacore.ops.block_attention import attend, attend_backward
 from megacore.ops.visibility import Visibility
-from tests.kernels.comparing import DTYPES, Comparison, compare
-from tests.kernels.comparisons import comparisons
+from tests.kernels.comparisons import DTYPES, Comparison, compare, comparisons
 from tests.kernels.conftest import INTERPRETING
 
 pytestmark = pytest.mark.on_device

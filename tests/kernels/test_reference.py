@@ -15,8 +15,7 @@ from megacore import ops
 from megacore.ops import dropout
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.kernels.comparing import DTYPES, Comparison, compare
-from tests.kernels.comparisons import comparisons
+from tests.kernels.comparisons import DTYPES, Comparison, compare, comparisons
 from tests.unit.packaging_builds import ROOT
 
 CPU = torch.device("cpu")

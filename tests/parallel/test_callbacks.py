@@ -340,10 +340,12 @@ def test_every_tracker_has_every_record_and_a_resumed_run_continues_them(tmp_pat
     """CSV has the steps that a resumed run does again once; TensorBoard reads every number."""
     settings = {"wandb_project": "a project", "wandb_mode": "offline", "wandb_group": "a group", "csv": True}
     settings["tensorboard_dir"] = str(tmp_path / "board")
+    (tmp_path / ID_FILE).write_text("0123abcd\n")  # of an earlier run: a fresh one gets its own
     written = train(tmp_path, **settings, save_interval=2)
     first = offline_run(tmp_path)
     (run,) = of_kind(first, "run")
     kept = (tmp_path / ID_FILE).read_text().strip()
+    assert kept != "0123abcd"
     assert (run.project, run.run_group, run.run_id, run.display_name) == ("a project", "a group", kept, tmp_path.name)
     settings_sent = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings_sent["optimizer"]["lr"] == 1e-3

@@ -315,6 +315,16 @@ def test_retention_pointer_and_the_same_step_again(tmp_path: Path) -> None:
     assert [whole(path, ALONE, archived=True) for path in published(run)] == [None] * 4
 
 
+def test_a_run_whose_unfinished_save_was_swept_away_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another run with the same --save."""
+    trainer, run = alone(tmp_path), RemotePath(URL)
+    stepped_and_saved(trainer)
+    monkeypatch.setattr(storage, "passing", lambda point: point == "before the rename" and sweep(run))
+    with pytest.raises(StorageError, match=r"another run has removed this unfinished checkpoint: give each run"):
+        stepped_and_saved(trainer)
+    assert [path.name for path in published(run)] == ["step_00000001"]
+
+
 def test_a_checkpoint_at_a_url_is_marked_in_doubt(tmp_path: Path) -> None:
     trainer, run = alone(tmp_path), RemotePath(URL)
     for _ in range(2):

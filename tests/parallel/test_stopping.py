@@ -506,9 +506,11 @@ def test_the_weightiest_reason_of_any_rank_is_the_decision(
 ) -> None:
     requests = [StopRequests(CheckpointConfig(exit_interval=2)) for _ in signals]
     for one, number in zip(requests, signals, strict=True):
+        before = signal.getsignal(USR2)
         with one:
             if number:
                 signal.raise_signal(number)
+        assert number or signal.getsignal(USR2) is before  # signals do again what they did
     votes = [one.votes(step, waiting=one is requests[1]) for one in requests]
     summed = [sum(column) for column in zip(*votes, strict=True)]
     assert requests[0].decision(summed) == Decision(stop=stop, some_rank_waits=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -16,11 +17,12 @@ from torch.distributed import _symmetric_memory as symmetric
 from megacore.config.model import padded_rows
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.loading.loader import BatchLoader, Microbatch
+from megacore.layers.norm import JointHeadNorm, NormOfEachHead
 from megacore.ops import Attention, CrossEntropyOptions, cross_entropy
 from megacore.parallel.async_tp import Messages, SymmetricMemory, Way, exchange
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.loss import vocab_parallel_argmax, vocabulary_share
-from megacore.parallel.mesh import Group, build_mesh
+from megacore.parallel.mesh import ALONE, Group, build_mesh
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.distributed import run_distributed
@@ -220,3 +222,18 @@ def test_reading_ahead_leaves_the_generator_as_it_was() -> None:
     del loader  # ends its process, whatever the test finds
     assert read == 2
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("kind", [NormOfEachHead, JointHeadNorm])
+def test_a_norm_of_heads_multiplies_by_one_plus_its_weight(
+    normalization: str, kind: type[NormOfEachHead] | type[JointHeadNorm], tmp_path: Path
+) -> None:
+    config = make_config((1, 1, 1), tmp_path, normalization=normalization, layernorm_1p=True, norm_bias=False).model
+    norm, x = kind(config, 4, ranks=ALONE, group=ALONE), seeded(2, 3, 4, config.head_size)
+    assert norm.weight is not None
+    give(norm.weight, seeded(norm.weight.numel(), seed=1))
+    vectors = x if kind is NormOfEachHead else x.flatten(2)
+    twin = F.rms_norm if normalization == "RMSNorm" else F.layer_norm
+    plain = twin(vectors, vectors.shape[-1:], eps=config.norm_epsilon).view_as(x)
+    close(norm(x), plain * (1.0 + norm.weight.view(4, -1)), rtol=1e-5)

@@ -4,6 +4,7 @@ a mixture."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,8 +27,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_layers import MtpModel
 
+from megacore.audit import command as audit
 from megacore.checkpoint.load import load_parameters
+from megacore.checkpoint.manifest import read_manifest, trained_model
 from megacore.convert import dcp_files
 from megacore.convert.as_hf import export_dcp, write_hf
 from megacore.convert.check import Agreement, check_tokens, compare
@@ -34,18 +39,23 @@ from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.dcp_files import INDEX, open_dcp
 from megacore.convert.deepspeed_files import open_deepspeed
 from megacore.convert.from_hf import open_model
+from megacore.convert.plan import make_plan
+from megacore.convert.start import WeightsFromHF
 from megacore.errors import CheckpointError
 from megacore.inference.trained import model_of
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf import row_orders
+from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.family import same_model
 from megacore.ops import cross_entropy
 from megacore.parallel.loss import vocabulary_share
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, Mesh, build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
+from megacore.train.gpt_task import GPTTask
+from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.e2e.launching import alone, words
 from tests.parity.bert_twins import classic_twin, modern_twin
@@ -63,6 +73,8 @@ from tests.parity.hf_models import (
     CONFIGS,
     USUAL,
     VOCAB,
+    as_stored,
+    assembled,
     disturbed,
     make_model,
     require_same_gradients,
@@ -70,7 +82,7 @@ from tests.parity.hf_models import (
     tokens,
     twin_of,
 )
-from tests.parity.runs import Layout, trainer_of
+from tests.parity.runs import Layout, RaggedData, gather, make_config, trainer_of
 from tests.peers import interpreter_with
 from tests.unit.hostile import Payload
 from tools.convert_checkpoint import main as convert
@@ -822,3 +834,176 @@ def test_the_weights_are_those_of_deepspeed(stage: int, form: str, tmp_path: Pat
     found = open_deepspeed(tmp_path).weights()
     assert found.keys() == full.keys() | {"scale"}
     assert all(torch.equal(found[name], value) for name, value in full.items())
+
+
+# ---- --init-from-hf
+
+
+SEQUENCE = 16
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of transformers."""
+    return save_model(make_model("gpt2"), tmp_path_factory.mktemp("init") / "hf")
+
+
+def begin(mesh: Mesh, layout: Layout, source: Path, output: str, changes: dict[str, Any]) -> Trainer:
+    """Build a run from the directory, without dropout."""
+    config = make_config(layout, output, **changes)
+    model = dataclasses.replace(open_model(source).config, hidden_dropout=0.0, attention_dropout=0.0)
+    config = dataclasses.replace(config, model=model)
+    task = GPTTask(config, mesh, weights=WeightsFromHF(source))
+    return Trainer(config, mesh, task, Words(config.training.global_batch_size), None)
+
+
+class Words(RaggedData):
+    """Samples of the tiny models' vocabulary."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {k: v % VOCAB if k != "loss_mask" else v for k, v in super().__getitem__(index).items()}
+
+
+def loss_of(model: nn.Module, batch: int) -> Tensor:
+    """Of transformers' model, over the tokens that count."""
+    samples = [Words(batch)[number] for number in range(batch)]
+    tokens, labels, mask = (
+        torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in ("tokens", "labels", "loss_mask")
+    )
+    losses = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+First = tuple[float, float, dict[str, Tensor]]  # loss, norm of the gradient, and the gradient by tensor
+
+
+def first_step(trainer: Trainer) -> First:
+    result = trainer.train_step(next(trainer.batches))
+    return float(result.loss), float(result.grad_norm), gather(trainer, trainer.mesh, lambda owned: owned.gradient)
+
+
+def require_that_of_transformers(found: First, model: nn.Module, directory: Path) -> None:
+    """Loss, global norm and every gradient are those of transformers' own model."""
+    loss, norm, gradients = found
+    expected = loss_of(model, 8)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert norm == pytest.approx(float(torch.stack([one.double().norm() for one in theirs.values()]).norm()), rel=1e-6)
+    stored = as_stored(theirs)
+    steps = {step.ours: step for step in open_model(directory).plan if not step.is_buffer}
+    assert gradients.keys() == steps.keys()
+    for name, step in steps.items():
+        wanted = step.assemble(lambda number, step=step: stored[step.theirs[number]])  # type: ignore[misc]
+        # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        error = (gradients[name] - wanted).abs().max()
+        assert error <= 1e-5 * wanted.abs().max() + 1e-7, f"gradient of {name}: {error}"
+
+
+def first_steps(rank: int, world_size: int, sources: dict[str, str], output: str) -> dict[str, First]:
+    """Of every model, on two tensor-parallel ranks of two stages."""
+    found = {}
+    for name, source in sources.items():
+        layout, changes = (2, 2, 1), {"clip_grad": 0.0, "sequence_parallel": True}
+        mesh = build_mesh(make_config(layout, output, **changes).parallel)
+        found[name] = first_step(begin(mesh, layout, Path(source), output, changes))
+    return found if rank == 0 else {}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["gpt2", "stablelm-12b", "qwen3-moe", "gemma3"], pytest.param([*CONFIGS], marks=pytest.mark.slow)],
+    ids=["four", "all"],
+)
+def test_the_first_step_on_two_by_two_ranks_is_that_of_transformers(names: list[str], tmp_path: Path) -> None:
+    """Each rank normalises its heads with their own weights, and reads the slices of its experts."""
+    models = {name: make_model(name) for name in names}
+    sources = {name: str(save_model(model, tmp_path / name)) for name, model in models.items()}
+    found = run_distributed(first_steps, 4, sources, str(tmp_path / "run"), timeout=300)[0]
+    for name, model in models.items():
+        print(name)  # shown where it fails
+        require_that_of_transformers(found[name], model, Path(sources[name]))
+
+
+def test_the_program_takes_the_shape_from_the_directory_and_is_replayed(directory: Path, tmp_path: Path) -> None:
+    flags = words(init_from_hf=directory, mock_data=True, seq_length=SEQUENCE, train_iters=2, eval_interval=0)
+    done = alone(*flags, *words(output_dir=tmp_path / "run", ledger=True), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "num_layers = 3" in (tmp_path / "run" / "config.toml").read_text()
+    assert audit.main([str(tmp_path / "run"), "--replay", "1", "--device", "cpu"]) == 0
+
+
+def test_flags_that_contradict_the_directory_or_lead_to_none_are_refused(directory: Path, tmp_path: Path) -> None:
+    flags = words(
+        init_from_hf=directory, mock_data=True, seq_length=SEQUENCE, train_iters=2, output_dir=tmp_path / "run"
+    )
+    done = alone(*flags, "--num-layers", 4, "--norm-epsilon", 1e-6)
+    assert done.returncode == 2
+    assert f"--num-layers 4 contradicts {directory}/config.json, which makes it 3" in done.stderr
+    assert "--norm-epsilon 1e-06 contradicts" in done.stderr
+    done = alone(*flags, "--preset", "gpt2-tiny")
+    assert done.returncode == 2
+    assert "--preset gpt2-tiny has no effect with --init-from-hf" in done.stderr
+    assert not (tmp_path / "run").exists()
+    done = alone(*words(init_from_hf=tmp_path / "none", mock_data=True, train_iters=2))
+    assert done.returncode == 2
+    assert "none is not a directory" in done.stderr
+
+
+# ---- multi-token prediction
+
+
+BLOCKS = ("model.layers.3.", "model.layers.4.")
+SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+def with_later_layers(directory: Path) -> dict[str, Tensor]:
+    """The weights of a DeepSeek-V3 of three layers, saved with two more, which are like the last one."""
+    stored, draw = weights(save_model(make_model("deepseek-v3"), directory)), torch.Generator().manual_seed(1)
+    h, last = stored["lm_head.weight"].shape[1], "model.layers.2."
+    shapes = {name.removeprefix(last): list(value.shape) for name, value in stored.items() if name.startswith(last)}
+    shapes |= {f"{name}.weight": [h] for name in ("enorm", "hnorm", "shared_head.norm")} | {
+        "eh_proj.weight": [h, 2 * h]
+    }
+    for block, (name, shape) in ((block, item) for block in BLOCKS for item in shapes.items()):
+        stored[block + name] = 0.2 * torch.randn(shape, generator=draw) + name.endswith("norm.weight")
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": len(BLOCKS)}))
+    return stored
+
+
+def test_logits_gradients_and_files_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, ours, anew, batch = with_later_layers(tmp_path / "hf"), tmp_path / "ours", tmp_path / "anew", tokens()
+    to_megacore(tmp_path / "hf", ours)
+    to_hf(ours, tmp_path / "back")
+    require_same(weights(tmp_path / "back"), stored)
+    forget_the_config(ours)
+    to_hf(ours, anew)
+    require_same(weights(anew), stored | {b + end: stored[name] for b in BLOCKS for end, name in SHARED.items()})
+    kind, labels = transformers.DeepseekV3ForCausalLM, [F.pad(batch[:, n:], (0, n)) for n in (1, 2, 3)]
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"{block}.*" for block in BLOCKS])
+    model = kind.from_pretrained(anew, attn_implementation="eager")
+    later, positions = MtpModel.from_pretrained(model), torch.arange(batch.shape[1])[None]
+    hidden = [model.model(batch).last_hidden_state]
+    for depth in range(len(BLOCKS)):
+        hidden.append(later.forward_layer(depth, hidden[-1], positions, None, input_ids=labels[depth]))
+    config = trained_model(read_manifest(ours), ours)
+    stage = model_of(ours, partial(gpt_layers, config), torch.device("cpu"))
+    side = torch.ones_like(batch), positions.expand_as(batch)  # one document, and its positions
+    found = stage((batch, *side), lambda: (torch.stack(labels), torch.ones(3, *batch.shape), torch.ones(3)))
+    logits, expected = [one[..., :VOCAB] for one in found], [model.lm_head(one) for one in hidden]
+    for one, other in zip(logits, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5
+    for each in (logits, expected):
+        torch.stack([F.cross_entropy(one.mT, label) for one, label in zip(each, labels, strict=True)]).sum().backward()
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    for name, parameter in later.layers.named_parameters():
+        local = name[2:].replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        theirs[BLOCKS[int(name[0])] + local] = parameter.grad
+    steps = [step for step in make_plan(FAMILIES["deepseek_v3"], config) if not step.is_buffer]
+    for name, gradient in assembled(steps, as_stored(theirs)).items():
+        parameter = stage.by_name()[name]
+        assert parameter.grad is not None
+        error = (parameter.spec.unpadded(parameter.grad) - gradient).abs().max()
+        assert error <= 1e-5 * gradient.abs().max() + 1e-7, f"gradient of {name}: {error}"

@@ -25,6 +25,7 @@ from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.sharding import GradientAccumulator, sharded_parameters
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
+from megacore.zero.data_parallel import CHECKED_IN
 from tests.distributed import run_distributed
 from tests.parity import runs
 from tests.parity.runs import VOCAB, Heard, Layout, RaggedData, bitwise, gather, make_config, make_trainer, outcome_of
@@ -182,6 +183,19 @@ def weights_are_to_blame(trainer: Trainer) -> None:
     text = rf"step 1 is not finite, likely cause: weights: first in forward order {NAME} on rank {culprit} \(1 of "
     with pytest.raises(TrainingDiverged, match=text):
         step(trainer)
+
+
+def test_every_weight_is_checked_in_turn(tmp_path: Path) -> None:
+    """A part of them a step; here the first and the last number of each."""
+    config = make_config((1, 1, 1), tmp_path, num_layers=1, precision="bf16")
+    data_parallel = make_trainer(config, Mesh(device=torch.device("cpu"))).model.data_parallel
+    for parameter in data_parallel.parameters:
+        for place in (0, -1):
+            flat, before = parameter.data.view(-1), float(parameter.data.view(-1)[place])
+            flat[place] = math.nan
+            checks = [float(data_parallel.weight_check(step)) for step in range(CHECKED_IN)]
+            assert sum(map(math.isnan, checks)) == 1
+            flat[place] = before
 
 
 def moments_are_to_blame(trainer: Trainer) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,3 +168,44 @@ def test_no_page_is_wider_than_the_terminal_or_coloured_in_a_pipe(kind: type[Con
         page = help_of(topic, kind, columns)
         assert max(map(len, page.splitlines())) < min(columns, 120)
         assert "\x1b" not in page
+
+
+# ---- tools
+
+
+TOOL = """
+import sys
+from megacore.commands.tool import ToolParser, run_tool
+from megacore.errors import UserError
+
+def action(args):
+    for _ in range({lines}):
+        print("a line of the output")
+
+sys.exit(run_tool(ToolParser(prog="tool"), [], action))
+"""
+
+
+def started(code: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT, **options)
+
+
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
+    """Few lines are written when the interpreter ends, many while the tool runs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    tool = started(TOOL.format(lines=lines), stdout=writer)
+    os.close(writer)
+    assert (tool.communicate(timeout=patience(60))[1], tool.returncode) == ("", 141)
+
+
+def test_a_node_of_several_ranks_is_refused_once() -> None:
+    """All ranks of a node are refused alike; the first says it, and no other ends before it has."""
+    refusal = 'raise UserError("cannot be done")'
+    refused = TOOL.format(lines=1).replace('print("a line of the output")', refusal)
+    ranks = [started(refused, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    first = ranks[0].communicate(timeout=patience(60))[1]
+    ranks[1].kill()  # as a launcher does
+    assert (ranks[0].returncode, first) == (2, "tool: error: cannot be done\n")
+    assert ranks[1].communicate()[1] == ""

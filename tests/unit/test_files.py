@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import errno
 import faulthandler
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from megacore.checkpoint.manifest import (
     Manifest,
     Piece,
     TensorEntry,
+    checkpoints_of,
     is_tiled,
     marked_in_doubt,
     read_manifest,
@@ -486,6 +489,9 @@ def test_the_order_is_that_of_publication_and_not_of_steps(tmp_path: Path) -> No
     assert next_serial(tmp_path / "nowhere") == 1
     assert step_of(tmp_path / "step_00000004.2") == 4
     assert step_of(tmp_path / "step_4") is None
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be looked through for checkpoints \(Not a directory\)"):
+        checkpoints_of(tmp_path / "file")
 
 
 def test_what_has_lost_its_manifest_or_was_moved_away_is_still_seen(tmp_path: Path) -> None:
@@ -606,6 +612,12 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
     WriterLock(tmp_path / "run").release()
+    lock.path.rename(tmp_path / "precious")
+    lock.path.symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"its lock writer\.lock is a symbolic link, which is not followed: remove it"):
+        WriterLock(tmp_path / "run")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    assert "without locks: let no other run write there" in (WriterLock(tmp_path / "nfs").warning or "")
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Benchmarks: the parts of `make gpu-check` end on time and one by one, its figures are true, its wheels are complete.
 
-tests/e2e/test_gpu_check.py runs the whole command."""
+tests/e2e/test_benchmarks.py runs the whole command."""
 
 from __future__ import annotations
 

@@ -11,15 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacore.config import ParallelConfig
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.parallel.mesh import build_mesh
+from megacore.parallel.mesh import build_mesh, lost_store
 from megacore.parallel.processors import share_of_cores
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.pipeline.stage import Stage
+from megacore.train.failures import lost_connection
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config
 from tests.patience import patience
@@ -138,3 +140,29 @@ def test_a_model_without_memory_gets_it_and_keeps_its_specs() -> None:
     found = sharded_parameters(empty)
     assert {p.spec.name: p.spec for p in found} == expected
     assert all(p.device.type == "cpu" and p.requires_grad for p in found)
+
+
+# ---- lost connections
+
+
+EXIT = "A call failed possibly due to a network error or a remote process exiting prematurely."
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[/gloo/pair.cc:547] Connection closed by peer [10.83.0.2]:4711", "at 10.83.0.2 (Connection closed by peer)"),
+        ("readv [10.83.0.2]:4711: Connection reset by peer", "another machine (Connection reset by peer)"),
+        (EXIT, "exiting prematurely"),
+    ],
+)
+def test_a_lost_connection_is_told_without_a_traceback(said: str, told: str) -> None:
+    assert told in str(lost_connection(RuntimeError(said)))
+    assert lost_connection(RuntimeError("a bug")) is None
+
+
+def test_a_lost_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "the job's store at head:29500" in str(lost_store(dist.DistNetworkError("Failed to recv, got 0 bytes")))
+    assert lost_store(RuntimeError("a bug")) is None
