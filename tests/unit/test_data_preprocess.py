@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow
@@ -311,6 +312,16 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
         preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
     assert given.read_bytes() == content
+
+
+@pytest.mark.parametrize("gives", [[70_000], [-1, 3], np.array([3, 70_000], np.uint32)], ids=str)
+def test_an_id_that_the_dtype_cannot_hold_is_refused(gives: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with (
+        patch.object(type(tokenizer), "encode_batch", lambda self, texts: [gives for _ in texts]),
+        pytest.raises(DataError, match=f"ids from {min(gives)} to {max(gives)}, .* uint16"),
+    ):
+        run(tmp_path, "one\ntwo\n", tokenizer, workers=2)
+    assert not list(tmp_path.glob("o_*"))
 
 
 # ---- JSON lines that are read in pieces ------------------------------------------------------------------------------

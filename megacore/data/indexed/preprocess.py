@@ -154,10 +154,20 @@ def _packed(documents: Sequence[Sequence[Ids]], dtype: np.dtype, tail: Sequence[
         lengths[np.cumsum(sizes) - 1] += len(tail)
     pieces = list(chain.from_iterable(((*sequences, tail) for sequences in documents) if tail else documents))
     if any(isinstance(piece, np.ndarray) for piece in pieces[:1]):
-        tokens = np.concatenate([np.asarray(piece, np.uint32) for piece in pieces]).astype(dtype)
+        tokens = np.concatenate([np.asarray(piece, np.uint32) for piece in pieces])
     else:
-        tokens = np.fromiter(chain.from_iterable(pieces), dtype, count=int(lengths.sum(dtype=np.int64)))
-    return Packed(tokens=tokens, lengths=lengths, sizes=sizes)
+        tokens = np.fromiter(chain.from_iterable(pieces), np.int64, count=int(lengths.sum(dtype=np.int64)))
+    return Packed(tokens=_narrowed(tokens, dtype), lengths=lengths, sizes=sizes)
+
+
+def _narrowed(ids: NDArray, dtype: np.dtype) -> NDArray:
+    """Token ids in the dtype of their output; numpy alone would keep the lower bits of one that does not fit."""
+    if ids.size and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:
+        raise DataError(
+            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, and its vocabulary is one of {dtype.name}: "
+            "a file of it is of another tokenizer: use one whose vocabulary has all of its tokens"
+        )
+    return ids.astype(dtype, copy=False)
 
 
 class Encoder:
@@ -247,7 +257,7 @@ class Encoder:
         assert self._fast is not None, "only an encoder that divides texts gets long lines"
         file = unnamed_file(Path(self._job.output_prefix).absolute().parent)
         for ids in chain(self._fast.encode_parts(text), [np.array(self._tail, dtype)]):
-            file.write(ids.astype(dtype).tobytes())
+            file.write(_narrowed(ids, dtype).tobytes())
         length = file.tell() // dtype.itemsize
         file.seek(0)
         return Packed(tokens=file, lengths=np.array([length], np.int32), sizes=np.ones(1, np.int64))
