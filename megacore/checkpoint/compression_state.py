@@ -28,16 +28,16 @@ Read = Callable[[str, str, Slices, Tensor | None], Tensor]
 """Of a kind and a global name: which part of it, and where to."""
 
 
-class OwnEntry(NamedTuple):
-    """A tensor of a checkpoint; see `state.Entry`."""
+class Entry(NamedTuple):
+    """One tensor of a checkpoint, as far as this rank holds it."""
 
-    kind: str
-    spec: ShardSpec
-    tensor: Tensor
-    is_own: bool
+    kind: str  # weights, buffers, errors, or the name of a kind of optimizer state
+    spec: ShardSpec  # the global tensor, and this rank's slice of it
+    tensor: Tensor  # the slice, without padding
+    is_own: bool = False  # each replica has a tensor of its own, which is its slice of the global one
 
 
-def errors_of(bucket: Bucket) -> Iterator[OwnEntry]:
+def errors_of(bucket: Bucket) -> Iterator[Entry]:
     """The errors of a bucket's parameters; the ranks of its group iterate together. Raises PeerFailed where another
     rank has no memory for what is gathered."""
     if (compressed := bucket.compressed) is None:
@@ -47,7 +47,7 @@ def errors_of(bucket: Bucket) -> Iterator[OwnEntry]:
         spec, rank = parameter.spec, bucket.group.rank
         local = worker[bucket.layout.slice_of(spec.name)].view(parameter.shape)
         of_replicas = _of_replica(spec, rank, bucket.group.size)
-        yield OwnEntry(kind, of_replicas, spec.unpadded(local).unsqueeze(0), True)
+        yield Entry(kind, of_replicas, spec.unpadded(local).unsqueeze(0), is_own=True)
     if compressed.server_error is None:
         return
     with all_or_none(bucket.group, compressed.server_error.device):
@@ -56,7 +56,7 @@ def errors_of(bucket: Bucket) -> Iterator[OwnEntry]:
     for parameter in bucket.parameters:
         local = whole[bucket.layout.slice_of(parameter.spec.name)].view(parameter.shape)
         kind = f"{bucket.options.summed}_server_error"
-        yield OwnEntry(kind, parameter.spec, parameter.spec.unpadded(local), False)
+        yield Entry(kind, parameter.spec, parameter.spec.unpadded(local))
 
 
 def _of_replica(spec: ShardSpec, rank: int, replicas: int) -> ShardSpec:

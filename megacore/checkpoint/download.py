@@ -30,12 +30,8 @@ def local_checkpoint(given: str, beside: Path) -> Iterator[Path]:
         return
     source = find_checkpoint(usable(given))
     manifest = read_manifest(source)
-    tables = [manifest.tensors.get(kind, {}) for kind in _STATE_OF_THE_MODEL]
-    used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
-    of_tensors = {
-        piece.file for table in manifest.tensors.values() for entry in table.values() for piece in entry.pieces
-    }
-    names = [name for name in manifest.files if name in used or name not in of_tensors]
+    left_out = manifest.files_of() - manifest.files_of(_STATE_OF_THE_MODEL)
+    names = [name for name in manifest.files if name not in left_out]
     scratch = Path(tempfile.mkdtemp(prefix=".checkpoint.tmp-", dir=beside))
     try:
         copy = scratch / source.name

@@ -3,7 +3,7 @@ each by one of the ranks, so that together they read the checkpoint once for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -94,15 +94,12 @@ def verified_together(
     manifest: Manifest,
     world: Group,
     *,
-    kinds: Iterable[str] | None = None,
+    kinds: Sequence[str] | None = None,
     archived: bool = False,
 ) -> str | None:
     """Check a checkpoint's files against its manifest, each on one of the ranks; what is wrong, the same on every rank,
     or None. `kinds`: of tensors whose files are checked; None: every file. `archived`: SHA-256 is taken as well."""
-
-    kinds = None if kinds is None else tuple(kinds)
-    tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
-    used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
+    used = manifest.files_of(kinds)
     names = manifest.files if kinds is None else used
     # The largest first, round robin, so that the ranks get about equally many bytes.
     by_size = sorted(names, key=lambda name: (-manifest.files[name].bytes, name))

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,8 +108,13 @@ class Manifest:
     @property
     def weights(self) -> dict[str, FileEntry]:
         """The files of the weights, which tell equal weights of one layout."""
-        names = {piece.file for entry in self.tensors.get("model", {}).values() for piece in entry.pieces}
+        names = self.files_of(["model"])
         return {name: entry for name, entry in self.files.items() if name in names}
+
+    def files_of(self, kinds: Iterable[str] | None = None) -> set[str]:
+        """The names of the files that hold tensors of some kinds; None: of all."""
+        tables = [self.tensors.get(kind, {}) for kind in (self.tensors if kinds is None else kinds)]
+        return {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.compression_state import NO_ERRORS, Errors, Read, errors_of, fill_errors
+from megacore.checkpoint.compression_state import NO_ERRORS, Entry, Errors, Read, errors_of, fill_errors
 from megacore.config.optimizers import StateKind
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
@@ -25,15 +25,6 @@ from megacore.zero.local_segments import LocalSegment
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 WEIGHTS = StateKind(name=MODEL)
-
-
-class Entry(NamedTuple):
-    """One tensor of a checkpoint, as far as this rank holds it."""
-
-    kind: str  # weights, buffers, or the name of a kind of optimizer state
-    spec: ShardSpec  # the global tensor, and this rank's slice of it
-    tensor: Tensor  # the slice, without padding
-    is_own: bool = False  # each replica has a tensor of its own, which is its slice of the global one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +59,7 @@ class TrainingState:
                     if kind.exists(whole=name in bucket.unsplit):
                         spec = spec_of_state(kind, specs[name])
                         yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
-            yield from (Entry(*entry) for entry in errors_of(bucket))
+            yield from errors_of(bucket)
         for name, buffer in self.buffers.items():
             yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 

@@ -134,7 +134,7 @@ def write_merged(adapters: CheckpointTensors, base: CheckpointTensors, target: P
     lora = lora_of(adapters)
     layers = dict(_layers(lora, adapters.config))
     _require_shapes(adapters, base, layers)
-    used = {piece.file for kind in base.manifest.tensors.values() for one in kind.values() for piece in one.pieces}
+    used = base.manifest.files_of()
     kept = sorted(base.manifest.files.keys() - used)
     for name in kept:
         verify(base.directory / name, base.manifest.files[name])

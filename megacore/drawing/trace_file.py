@@ -15,6 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,34 +93,32 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
     copies = sorted({one.name for step in rank.steps for one in step.copies})
     for tid, row in enumerate(("passes", "actions", "collectives", *copies)):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
+
+    def box(tid: int, name: str, category: str, start: float, end: float, **about: int) -> dict[str, Any]:
+        at, until = _microseconds(start, origin), _microseconds(end, origin)
+        duration = round(until - at, 1)
+        event = {"ph": "X", "name": name, "cat": category, "ts": at, "dur": duration, "args": about}
+        return {**event, "pid": pid, "tid": tid}
+
     for step in rank.steps:
-        at, end = (_microseconds(moment, origin) for moment in (step.start, step.end))
-        about = {"step": step.step}
-        yield {**_event(f"step {step.step}", "pass", at, end, about), "pid": pid, "tid": _PASSES}
+        of_step = partial(box, step=step.step)
+        yield of_step(_PASSES, f"step {step.step}", "pass", step.start, step.end)
         if step.updated is not None:
-            updated = _microseconds(step.updated, origin)
-            yield {**_event("update", "update", end, updated, about), "pid": pid, "tid": _PASSES}
+            yield of_step(_PASSES, "update", "update", step.end, step.updated)
+        at = step.start
         for timed in step.done:
-            start, stop = (_microseconds(moment, origin) for moment in (timed.start, timed.end))
-            if start - at >= _SHORTEST_IDLE:
-                yield {**_event("idle", "idle", at, start, about), "pid": pid, "tid": _ACTIONS}
-            yield {
-                **_event(_name(timed), timed.kind, start, stop, about | _coordinates(timed)),
-                "pid": pid,
-                "tid": _ACTIONS,
-            }
-            at = stop
-        if end - at >= _SHORTEST_IDLE:
-            yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
+            if _microseconds(timed.start, origin) - _microseconds(at, origin) >= _SHORTEST_IDLE:
+                yield of_step(_ACTIONS, "idle", "idle", at, timed.start)
+            yield of_step(_ACTIONS, _name(timed), timed.kind, timed.start, timed.end, **_coordinates(timed))
+            at = timed.end
+        if _microseconds(step.end, origin) - _microseconds(at, origin) >= _SHORTEST_IDLE:
+            yield of_step(_ACTIONS, "idle", "idle", at, step.end)
         for one in step.collectives:
-            start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
             more = {"bytes": one.nbytes, "number": one.number}
-            event = _event(one.name, "collective", start, stop, about | more)
-            yield {**event, "pid": pid, "tid": _COLLECTIVES}
+            yield of_step(_COLLECTIVES, one.name, "collective", one.start, one.end, **more)
         for one in step.copies:
-            start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
-            event = _event(one.name, "copy", start, stop, about | {"bytes": one.nbytes})
-            yield {**event, "pid": pid, "tid": _COPIES + copies.index(one.name)}
+            tid = _COPIES + copies.index(one.name)
+            yield of_step(tid, one.name, "copy", one.start, one.end, bytes=one.nbytes)
 
 
 def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[dict[str, Any]]:
@@ -149,10 +148,6 @@ def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[
                 "pid": pid,
                 "ts": _microseconds((timed.start + timed.end) / 2, origin),
             }
-
-
-def _event(name: str, category: str, start: float, stop: float, arguments: dict[str, int]) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": round(stop - start, 1), "args": arguments}
 
 
 def _coordinates(timed: Timed) -> dict[str, int]:
