@@ -9,6 +9,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -88,17 +89,9 @@ def own_term_in_one_bucket(steps: TrainStep, collective: Function) -> Function:
     return early
 
 
-def times_ranks(steps: TrainStep, collective: Function) -> Function:
-    """Sums come out too large by the number of ranks."""
-    return _scaled(collective, 1)
+def scaled_by_ranks(steps: TrainStep, collective: Function, *, power: int) -> Function:
+    """Sums come out too large by this power of the number of ranks; as means with -1."""
 
-
-def over_ranks(steps: TrainStep, collective: Function) -> Function:
-    """Sums come out as means."""
-    return _scaled(collective, -1)
-
-
-def _scaled(collective: Function, power: int) -> Function:
     def scaled(result: Tensor, *operands: Any) -> Pending:
         pending, factor = collective(result, *operands), float(operands[-1].size) ** power
 
@@ -122,30 +115,19 @@ def sum_over_samples(steps: TrainStep, collective: Function) -> Function:
     return summed
 
 
-def own_term_in_row_parallel_forward(steps: TrainStep, collective: Function) -> Function:
-    """Row-parallel layers sum nothing over tensor-parallel ranks."""
-    return _own_in_layers(steps, collective, lambda around: "RowParallelLinear.forward" in around)
-
-
-def own_term_in_backward(steps: TrainStep, collective: Function) -> Function:
-    """No operator's backward sums anything over tensor-parallel ranks; a forward that is computed again there does."""
-    return _own_in_layers(steps, collective, lambda around: any(name.endswith(".backward") for name in around[:1]))
-
-
-def _own_in_layers(steps: TrainStep, collective: Function, applies: Callable[[list[str]], bool]) -> Function:
+def own_term_inside(steps: TrainStep, collective: Function, *, function: str, innermost: bool = False) -> Function:
+    """Nothing is summed over tensor-parallel ranks inside a function, whose Class.function ends so. `innermost`: only
+    where no other forward or backward runs inside it, such as a forward that a backward computes again."""
     own, ranks = own_term(steps, collective), steps.mesh.layer.ranks
 
     def unsummed(*operands: Any) -> Any:
         group = next(operand for operand in operands if isinstance(operand, Group))
-        return (own if group.ranks == ranks and applies(_around()) else collective)(*operands)
+        codes = (frame.f_code for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        around = [code.co_qualname for code in codes if code.co_name in ("forward", "backward")]
+        is_inside = any(name.endswith(function) for name in (around[:1] if innermost else around))
+        return (own if group.ranks == ranks and is_inside else collective)(*operands)
 
     return unsummed
-
-
-def _around() -> list[str]:
-    """The forwards and backwards that are running, as Class.function, the innermost first."""
-    frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    return [frame.f_code.co_qualname for frame in frames if frame.f_code.co_name in ("forward", "backward")]
 
 
 def stale_parameters(steps: TrainStep, function: Function) -> Function:
@@ -284,22 +266,15 @@ def microbatch_order(steps: TrainStep, compute_gradients: Function) -> Function:
     return in_reverse
 
 
-def all_counted(steps: TrainStep, function: Function) -> Function:
-    """The loss is that of a microbatch without a mask."""
-    return _of_changed(function, lambda microbatch: {"loss_mask": torch.ones_like(microbatch.loss_mask)})
-
-
-def labels_shifted(steps: TrainStep, function: Function) -> Function:
-    """The loss is that of the labels one position further."""
-    return _of_changed(function, lambda microbatch: {"labels": microbatch.labels.roll(1, dims=-1)})
-
-
-def _of_changed(function: Function, change: Callable[[Any], dict[str, Tensor]]) -> Function:
-    """A task's method whose last argument is a microbatch."""
+def wrong_labels(steps: TrainStep, method: Function, *, field: str) -> Function:
+    """The loss is that of a microbatch without a `loss_mask`, or with `labels` one position further. `method`: of a
+    task; its last argument is a microbatch."""
 
     def of_changed(task: Any, *arguments: Any) -> Any:
         *others, microbatch = arguments
-        return function(task, *others, replace(microbatch, **change(microbatch)))
+        values = getattr(microbatch, field)
+        changed = torch.ones_like(values) if field == "loss_mask" else values.roll(1, dims=-1)
+        return method(task, *others, replace(microbatch, **{field: changed}))
 
     return of_changed
 
@@ -328,16 +303,13 @@ def replicated_gradients(steps: TrainStep, function: Function) -> Function:
         return _own_sum
     if steps.config.parallel.sequence_parallel:
         return function
-    return _finished_with(function, _is_replicated, lambda gradient: all_reduce_(gradient, steps.mesh.layer))
+    is_replicated = attrgetter("spec.is_replicated")
+    return _finished_with(function, is_replicated, lambda gradient: all_reduce_(gradient, steps.mesh.layer))
 
 
 def expert_gradients_times_ep(steps: TrainStep, finish: Function) -> Function:
     """Each expert's gradient counts as often as there are ranks with other experts."""
     return _finished_with(finish, _is_of_expert, lambda gradient: gradient.mul_(steps.config.parallel.ep))
-
-
-def _is_replicated(local: LocalSegment) -> bool:
-    return local.spec.is_replicated
 
 
 def _is_of_expert(local: LocalSegment) -> bool:

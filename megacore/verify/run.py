@@ -224,7 +224,7 @@ class Recorder:
         for chunk in self.steps.model.chunks:
             for name, layer in zip(chunk.names, chunk.layers, strict=True):
                 if name != self.steps.task.layers[-1].name:  # it gives logits, split over ranks, or the loss
-                    stack.callback(layer.register_forward_hook(partial(self._note_output, name)).remove)
+                    stack.enter_context(layer.register_forward_hook(partial(self._note_output, name)))
         data_parallel = self.steps.model.data_parallel
         convert = data_parallel.convert_exact_sums
 
