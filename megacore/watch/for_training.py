@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megacore.config import ResolvedConfig
-from megacore.parallel.heartbeat import Phase
+from megacore.config.cli import leave_for_launcher
+from megacore.config.dimensions import describe_rank
+from megacore.parallel.heartbeat import Current, Phase
 from megacore.train.watchdog import Watchdog
 from megacore.watch import start
 from megacore.watch.ledger import Flag, this_ledger
+from megacore.watch.node import Node, report_file
+from megacore.watch.report import deaths_in_words
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -21,7 +27,9 @@ class _Watchdog(Watchdog):
         start.begin_watch(config, leaves_if_hung=leaves_if_hung)
 
     def end(self) -> None:
-        start.end_watch()
+        if ledger := this_ledger():
+            ledger.finish()
+        Current.heartbeat = None
 
     def rest_in(self, phase: Phase) -> None:
         if ledger := this_ledger():
@@ -47,13 +55,34 @@ class _Watchdog(Watchdog):
             ledger.set_flag(Flag.SPOKE)
 
     def reported_hang(self) -> bool:
-        return start.hang_is_reported()
+        if (ledger := this_ledger()) is None or not ledger.verdict:
+            return False
+        with contextlib.suppress(OSError):
+            leave_for_launcher(report_file(ledger.directory).read_text())
+        return True
 
     def left_their_order(self) -> str:
-        return start.left_its_order()
+        if (ledger := this_ledger()) is None:
+            return ""
+        seen = Node(ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
+        odd = [one.record for one in seen if one.record.deviation]
+        if not odd or 2 * len(odd) > ledger.identity.local_world_size:
+            return ""
+        names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
+        left = f"left the order in which it communicates in step {odd[0].deviation}"
+        return f"; probably because of {names}, which {left}"
 
     def died_silently(self, within_seconds: float) -> str:
-        return start.died_without_a_word(within_seconds)
+        if (ledger := this_ledger()) is None:
+            return ""
+        node, deadline = Node(ledger.directory), time.monotonic() + within_seconds
+        while True:
+            ended = [one for one in node.look() if one.state == "gone" and not one.is_done]
+            if any(one.record.flags & Flag.SPOKE for one in ended):
+                return ""
+            if ended or time.monotonic() > deadline:
+                return deaths_in_words(ended) if ended else ""
+            time.sleep(0.05)
 
     # What follows needs torch, which is not loaded when a run begins to be watched.
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megacore.parallel.heartbeat import AGREED, MESSAGES, Channel, Current, Phase, code_of
 from megacore.watch.operation_log import OperationLog
@@ -294,15 +294,13 @@ class Ledger:
 
     def _describe(self) -> None:
         channels = [[_progressions(channel.ranks), channel.is_message] for channel in self._numbers]
-        while len(text := self._text_of(channels)) > SIZE - TEXT and channels:
+        about = asdict(self.identity)
+        while len(text := json.dumps({"identity": about, "channels": channels}).encode()) > SIZE - TEXT and channels:
             channels.pop()  # the reader knows channels by their number: the last ones are without ranks
         # A reader takes the text only with a length: not while it is half written.
         self._words[Word.TEXT_BYTES] = 0
         self._map[TEXT : TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
-
-    def _text_of(self, channels: list[Any]) -> bytes:
-        return json.dumps({"identity": asdict(self.identity), "channels": channels}).encode()
 
 
 def _progressions(ranks: Sequence[int]) -> list[tuple[int, int, int]]:

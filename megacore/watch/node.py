@@ -82,7 +82,7 @@ class Node:
         """The Python stacks of all threads of each rank; empty for those that do not answer in time."""
         before = {}
         for one in seen:
-            file = self._stack_file(one.rank)
+            file = stack_file(self.directory, one.rank)
             before[one.rank] = file.stat().st_size if file.exists() else -1
             if one.state == "running" and before[one.rank] >= 0:
                 send(one.record.identity.pid, STACK_SIGNAL)
@@ -93,14 +93,11 @@ class Node:
             time.sleep(0.05)
             for rank in before.keys() - settled:
                 with contextlib.suppress(OSError):
-                    text = self._stack_file(rank).read_bytes()[before[rank] :].decode(errors="replace")
+                    text = stack_file(self.directory, rank).read_bytes()[before[rank] :].decode(errors="replace")
                     if text and text == texts[rank]:
                         settled.add(rank)
                     texts[rank] = text
         return texts
-
-    def _stack_file(self, rank: int) -> Path:
-        return stack_file(self.directory, rank)
 
 
 def report_file(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A rank's side of the watchdog: its ledger, from before torch is imported to the last thing it does. The first rank of
+"""A rank begins to be watched: its ledger, from before torch is imported to the last thing it does. The first rank of
 a node that gets here starts the node's watcher, a separate process: it needs none of the ranks, and ends when the last
 of them is gone."""
 
@@ -19,17 +19,14 @@ from typing import BinaryIO
 
 import megacore
 from megacore.config import ResolvedConfig
-from megacore.config.cli import leave_for_launcher
-from megacore.config.dimensions import describe_rank
 from megacore.config.nodes import launcher_number
 from megacore.errors import EXIT_HUNG
 from megacore.files import take_lock
 from megacore.job_directory import job_directory, make
 from megacore.parallel.heartbeat import Current
-from megacore.watch.ledger import Flag, Identity, Ledger, this_ledger
-from megacore.watch.node import PURPOSE, STACK_SIGNAL, Node, leaving_file, report_file, stack_file
+from megacore.watch.ledger import Identity, Ledger, this_ledger
+from megacore.watch.node import PURPOSE, STACK_SIGNAL, leaving_file, stack_file
 from megacore.watch.processes import born
-from megacore.watch.report import deaths_in_words
 
 LOCK = "watcher.lock"
 _ATTEMPTS = 10
@@ -86,51 +83,6 @@ def _leave_if_hung() -> None:
         if leaves:
             os._exit(EXIT_HUNG)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def end_watch() -> None:
-    """The run is over on this rank."""
-    if ledger := this_ledger():
-        ledger.finish()
-    Current.heartbeat = None
-
-
-def hang_is_reported() -> bool:
-    """Whether the watcher has reported why the run ends, such as a hang, and ends it: nobody else is to say anything.
-    The report is left for the launcher, which asks every rank."""
-    if (ledger := this_ledger()) is None or not ledger.verdict:
-        return False
-    with contextlib.suppress(OSError):
-        leave_for_launcher(report_file(ledger.directory).read_text())
-    return True
-
-
-def left_its_order() -> str:
-    """Names the ranks of this node, if they are few, that have just communicated in another order than in other steps:
-    where another rank dies of that, or fails, they are the cause. Empty if there are none."""
-    if (ledger := this_ledger()) is None:
-        return ""
-    seen = Node(ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
-    odd = [one.record for one in seen if one.record.deviation]
-    if not odd or 2 * len(odd) > ledger.identity.local_world_size:
-        return ""
-    names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
-    return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
-
-
-def died_without_a_word(within_seconds: float) -> str:
-    """Names the ranks of this node that have ended and have not said why; empty if there are none. `within_seconds`: to
-    wait for the first of them."""
-    if (ledger := this_ledger()) is None:
-        return ""
-    node, deadline = Node(ledger.directory), time.monotonic() + within_seconds
-    while True:
-        ended = [one for one in node.look() if one.state == "gone" and not one.is_done]
-        if any(one.record.flags & Flag.SPOKE for one in ended):
-            return ""
-        if ended or time.monotonic() > deadline:
-            return deaths_in_words(ended) if ended else ""
-        time.sleep(0.05)
 
 
 def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identity:

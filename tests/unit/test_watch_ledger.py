@@ -31,13 +31,13 @@ from megacore.parallel.turns import Turns
 from megacore.watch import nodes, start
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
+from megacore.watch.for_training import WATCHDOG
 from megacore.watch.ledger import Flag, Ledger
 from megacore.watch.node import Node, leaving_file, remove
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import born, end, state_of
 from megacore.watch.record import LedgerFile, Record
 from megacore.watch.report import hang_report, main_stack, phase_in_words
-from megacore.watch.start import died_without_a_word
 from megacore.watch.stragglers import Noticed, Times, slowest
 from megacore.watch.watcher import Watcher
 from tests.patience import patience
@@ -216,7 +216,8 @@ def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_
         node = Node(tmp_path)
         assert states(node) == [(0, "running"), (1, "gone")]
         monkeypatch.setattr(Current, "heartbeat", Ledger(tmp_path, identity(3, 4, **alive)))
-        assert died_without_a_word(0.0) == f"rank 1 (pid {dead.pid}) on host has died in the phase: build of the model"
+        said = f"rank 1 (pid {dead.pid}) on host has died in the phase: build of the model"
+        assert WATCHDOG.died_silently(0.0) == said
     assert Node(tmp_path).look() == []
     assert states(node) == [(0, "gone"), (1, "gone")]
 
