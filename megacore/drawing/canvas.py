@@ -79,8 +79,10 @@ def save(drawing: Drawing, path: Path) -> None:
     with another ending than .svg and .png, or PNG without matplotlib; OSError where the file cannot be written."""
     require_writable(path)
     with replacing(path.resolve() if path.is_symlink() else path, durable=False) as file:
-        write = _write_svg if path.suffix.lower() == ".svg" else _write_png
-        write(drawing, file)
+        if path.suffix.lower() == ".svg":
+            file.write(to_svg(drawing).encode())
+        else:
+            _write_png(drawing, file)
 
 
 def require_writable(path: Path, flag: str = "-o") -> None:
@@ -100,10 +102,6 @@ def require_writable(path: Path, flag: str = "-o") -> None:
             f"{flag} {path} needs matplotlib, which is not installed: use {flag} {path.with_suffix('.svg')}, "
             "or pip install matplotlib"
         )
-
-
-def _write_svg(drawing: Drawing, file: BinaryIO) -> None:
-    file.write(to_svg(drawing).encode())
 
 
 def to_svg(drawing: Drawing) -> str:

@@ -5,13 +5,14 @@ not compute between the start and the end of the pass is shaded: that is the bub
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from megacore.drawing.canvas import Box, Drawing, Line, Words, wrapped
+from megacore.drawing.trace_file import mean_durations
 from megacore.pipeline.schedule import Op, Placement, transfers_of
 from megacore.pipeline.simulator import Span, Timeline
 
@@ -65,14 +66,23 @@ class Panel:
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     """The drawing of one or several time lines, all with times of one unit, from the top."""
     end = max(panel.timeline.end for panel in panels)
-    typical = _typical_durations(panels)
+    spans = list(_spans(panels))
+    digits = len(str(max(span.action.microbatch for span in spans)))
+    typical = mean_durations(spans, attrgetter("op"))
     width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
-    width = max(width, min(end / _shortest_stage(panels) * _least_box(panels), _WIDEST_FOR_NUMBERS))
+    of_stages = mean_durations(spans, attrgetter("op", "stage")).values()
+    shortest = min(mean for mean in of_stages if mean > 0)  # a stage may have no weights
+    least_box = digits * _DIGIT * _SMALLEST_NUMBER + 2  # the width of one with a number of the smallest size
+    width = max(width, min(end / shortest * least_box, _WIDEST_FOR_NUMBERS))
     drawing = Drawing(title="; ".join(f"{panel.title}: {panel.bubble}" for panel in panels), width=0, height=0)
     scale = Scale(end, width / end)
+    # The size at which the numbers fit into the boxes of each kind that is large enough for any; 0 if none is.
+    sizes = [(duration * scale.pixels - 2) / (digits * _DIGIT) for duration in typical.values()]
+    legible = [size for size in sizes if size >= _SMALLEST_NUMBER]
+    number_size = min([_LARGEST_NUMBER, *legible]) if legible else 0.0
     y = _TOP
     for panel in panels:
-        painter = _Painter(drawing, panel, scale, _number_size(panels, typical, scale.pixels), _digits(panels))
+        painter = _Painter(drawing, panel, scale, number_size, digits)
         y = painter.paint(y) + 14
     y = axis(drawing, y - 10, scale, unit=unit)
     right = _legend(drawing, y, panels)
@@ -153,40 +163,6 @@ class _Painter:
             self.marks.append(Words(x=x + width / 2, y=middle, text=number, size=size, anchor="middle", color=ink))
 
 
-def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
-    """The mean duration of each kind of computation."""
-    durations_of: dict[Op, list[float]] = defaultdict(list)
-    for span in _spans(panels):
-        durations_of[span.action.op].append(span.end - span.start)
-    return {op: sum(durations) / len(durations) for op, durations in durations_of.items()}
-
-
-def _shortest_stage(panels: Sequence[Panel]) -> float:
-    """The mean duration of that kind of computation, at that stage, which takes least."""
-    durations_of: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for span in _spans(panels):
-        durations_of[span.action.op, span.action.stage].append(span.end - span.start)
-    means = [sum(durations) / len(durations) for durations in durations_of.values()]
-    return min(mean for mean in means if mean > 0)  # a stage may have no weights
-
-
-def _least_box(panels: Sequence[Panel]) -> float:
-    """The width of a box with a number of the smallest size."""
-    digits = _digits(panels)
-    return digits * _DIGIT * _SMALLEST_NUMBER + 2
-
-
-def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float) -> float:
-    """The size at which the numbers fit into the boxes of each kind that is large enough for any; 0 if none is."""
-    digits = _digits(panels)
-    sizes = [(duration * scale - 2) / (digits * _DIGIT) for duration in typical.values()]
-    return min([_LARGEST_NUMBER, *legible]) if (legible := [s for s in sizes if s >= _SMALLEST_NUMBER]) else 0.0
-
-
-def _digits(panels: Sequence[Panel]) -> int:
-    return len(str(max(span.action.microbatch for span in _spans(panels))))
-
-
 def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
     return chain.from_iterable(spans for panel in panels for spans in panel.timeline.spans)
 
@@ -224,7 +200,7 @@ def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> float:
             x += 14
         drawing.marks.append(Words(x=x + 6, y=y + 7, text=NAMES[op]))
         x += 6 + 6.4 * len(NAMES[op]) + 20
-    if any(_has_bubble(panel.timeline) for panel in panels):
+    if any(min(panel.timeline.busy) < panel.timeline.end * (1 - 1e-9) for panel in panels):  # a rank waits
         drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True))
         drawing.marks.append(Words(x=x + 20, y=y + 7, text="bubble"))
         x += 76
@@ -237,11 +213,6 @@ def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> float:
         drawing.marks.append(Words(x=x + 4, y=y + 7, text=text, color=_GREY))
         x += 4 + 6.8 * len(text)
     return x
-
-
-def _has_bubble(line: Timeline) -> bool:
-    """Whether any rank waits at any time."""
-    return min(line.busy) < line.end * (1 - 1e-9)
 
 
 def _shade(color: str, number: int, count: int) -> str:

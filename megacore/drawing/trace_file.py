@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,13 +275,17 @@ def _early(spans: Sequence[Sequence[Span]], stages: int) -> float:
     return early if early > _ROUNDING else 0.0
 
 
+def mean_durations(spans: Iterable[Span], kind: Callable[[Action], Any]) -> dict[Any, float]:
+    """The mean duration of the computations of each kind."""
+    durations_of: dict[Any, list[float]] = defaultdict(list)
+    for span in spans:
+        durations_of[kind(span.action)].append(span.end - span.start)
+    return {key: sum(durations) / len(durations) for key, durations in durations_of.items()}
+
+
 def _mean_costs(spans: Sequence[Sequence[Span]]) -> Costs:
     """Mean times of each stage; a backward that was done whole counts as an input gradient."""
-    times: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for row in spans:
-        for span in row:
-            times[span.action.op, span.action.stage].append(span.end - span.start)
-    mean = {key: sum(values) / len(values) for key, values in times.items()}
+    mean = mean_durations(chain.from_iterable(spans), attrgetter("op", "stage"))
     stages = range(1 + max(stage for _, stage in mean))
     whole = [mean.get((Op.BACKWARD, s), 0.0) for s in stages]
     return Costs(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -248,7 +248,7 @@ class _Case:
             for chunk in self._model.chunks:
                 stage = self._model.stages[self._model.runtime.stages[chunk.number]]
                 for layer, name, module in zip(stage, chunk.names, chunk.layers, strict=True):
-                    stack.enter_context(_hooked(module, look(layer, name)))
+                    stack.enter_context(module.register_forward_hook(look(layer, name)))
             self._model.runtime.evaluate([self._microbatches[number]])
         return sorted(each for of_rank in all_gather_objects(outputs, mesh.world) for each in of_rank)
 
@@ -277,12 +277,3 @@ def _bad_inputs(microbatch: Any) -> Iterator[str]:
         tensors = [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
         if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in tensors):
             yield field.name
-
-
-@contextmanager
-def _hooked(module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
