@@ -17,6 +17,7 @@ from megacore.checkpoint.manifest import (
     checkpoints_of,
     find_checkpoint,
     read_manifest,
+    sound,
     way_from_another_trainer,
 )
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
@@ -83,13 +84,10 @@ def check_load(config: ResolvedConfig) -> None:
     if not candidates and begins_anew and (way := way_from_another_trainer(run, "--pretrained-checkpoint DIR")):
         raise CheckpointError(f"--load {AUTO} finds no checkpoint of megacore in {run}: {way}")
     # Only the newest that may be taken is compared; which are whole is seen at the start, by all ranks together.
-    for directory in candidates:
+    for directory, manifest in sound(candidates):
         try:
-            manifest = read_manifest(directory)
             verified_tokenizer(directory, manifest.files)
         except CheckpointError:
-            continue
-        if manifest.is_in_doubt:
             continue
         check_settings(config, directory, manifest)
         return
@@ -127,11 +125,9 @@ def _newest(run: Any) -> Manifest | None:
         return None
     path = location(run)
     with contextlib.suppress(CheckpointError, OSError, ValueError, ImportError):
-        for directory in [path] if (path / MANIFEST_NAME).is_file() else checkpoints_of(path):
-            with contextlib.suppress(CheckpointError):
-                manifest = read_manifest(directory)
-                if directory == path or not manifest.is_in_doubt:
-                    return manifest
+        if (path / MANIFEST_NAME).is_file():
+            return read_manifest(path)
+        return next((manifest for _, manifest in sound(checkpoints_of(path))), None)
     return None
 
 

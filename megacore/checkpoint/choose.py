@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
-from megacore.checkpoint.load import read_together, verified_together
+from megacore.checkpoint.load import first_problem, read_together, verified_together
 from megacore.checkpoint.manifest import IN_DOUBT, checkpoints_of, read_manifest, way_to_a_checkpoint
 from megacore.config import ResolvedConfig
 from megacore.config.checkpoint import AUTO
@@ -84,8 +84,7 @@ def whole(directory: Location, world: Group, *, archived: bool = False) -> str |
         refuse_unlisted(directory, manifest.files)
     except CheckpointError as error:
         problem = str(error)
-    problems = [(rank, text) for rank, text in enumerate(all_gather_objects(problem, world)) if text is not None]
-    if problems or manifest is None:
-        rank, text = problems[0]
-        return text if len(problems) == world.size else f"on rank {rank}: {text}"
+    problem = first_problem(all_gather_objects(problem, world))
+    if problem is not None or manifest is None:
+        return problem
     return verified_together(directory, manifest, world, archived=archived)

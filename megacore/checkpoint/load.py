@@ -74,9 +74,8 @@ def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:
     except CheckpointError as error:
         problem = str(error)
     everyone = all_gather_objects((str(directory), read, problem), world)
-    if failed := {rank: text for rank, (_, _, text) in enumerate(everyone) if text is not None}:
-        rank, text = next(iter(failed.items()))
-        raise CheckpointError(text if len(failed) == world.size else f"on rank {rank}: {text}")
+    if (problem := first_problem([text for *_, text in everyone])) is not None:
+        raise CheckpointError(problem)
     assert manifest is not None
     ranks_of: dict[str, list[int]] = {}
     for rank, (_, digest, _) in enumerate(everyone):
@@ -87,6 +86,15 @@ def read_together(path: Location, world: Group) -> tuple[Location, Manifest]:
         )
         raise CheckpointError(f"the ranks load different checkpoints: {choices}: give every rank the same one")
     return directory, manifest
+
+
+def first_problem(problems: Sequence[str | None]) -> str | None:
+    """What is wrong on some rank, from what each of them says is; with its number, unless all have a problem."""
+    failed = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    if not failed:
+        return None
+    rank, text = failed[0]
+    return text if len(failed) == len(problems) else f"on rank {rank}: {text}"
 
 
 def verified_together(

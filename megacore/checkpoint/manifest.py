@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,6 +211,17 @@ def checkpoints_of(run: L) -> list[L]:
         ) from None
 
 
+def sound(checkpoints: Iterable[L]) -> Iterator[tuple[L, Manifest]]:
+    """Those whose manifest can be read and is not in doubt, with it."""
+    for directory in checkpoints:
+        try:
+            manifest = read_manifest(directory)
+        except CheckpointError:
+            continue
+        if not manifest.is_in_doubt:
+            yield directory, manifest
+
+
 def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
     """Parse a checkpoint's manifest, or the `text` that is to become it. Raises CheckpointError where there is none, or
     it is damaged or of another version."""
@@ -225,14 +236,14 @@ def read_manifest(directory: Location, text: bytes | None = None) -> Manifest:
             )
         manifest = Manifest(
             schema=schema,
-            serial=_count(raw, "serial"),
+            serial=_take(raw, "serial", int),
             random=_take(raw, "random", str),
             tokenizer=None if raw.get("tokenizer") is None else _take(raw, "tokenizer", str),
-            step=_count(raw, "step"),
-            consumed_samples=_count(raw, "consumed_samples"),
+            step=_take(raw, "step", int),
+            consumed_samples=_take(raw, "consumed_samples", int),
             counters={name: _counter(raw["counters"], name) for name in _take(raw, "counters", dict)},
             series={name: _numbers(raw["series"], name) for name in _take({"series": {}} | raw, "series", dict)},
-            topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
+            topology={name: _take(raw["topology"], name, int, "topology.") for name in _take(raw, "topology", dict)},
             config={name: _section(raw["config"], name) for name in _take(raw, "config", dict)},
             files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
             tensors={kind: _table(raw["tensors"], kind) for kind in _take(raw, "tensors", dict)},
@@ -298,23 +309,17 @@ _KINDS = {dict: "an object", list: "a list", int: "a whole number", str: "a text
 
 
 def _take(raw: Any, key: str, kind: type, where: str = "") -> Any:
-    """`raw[key]`, which must be of a kind, or ValueError; `where` is the path to `raw`, for the message."""
+    """`raw[key]`, which must be of a kind, and if it is a number a count, or ValueError; `where` is the path to `raw`,
+    for the message."""
     if not isinstance(raw, dict):
         raise ValueError(f"{where.rstrip('.') or 'the whole'} is not an object")
     if key not in raw:
         raise ValueError(f"{where}{key} is missing")
     if not isinstance(raw[key], kind) or isinstance(raw[key], bool):
         raise ValueError(f"{where}{key} is not {_KINDS[kind]}")
-    if kind is int and abs(raw[key]) > _LARGEST:
-        raise ValueError(f"{where}{key} is beyond any count")
+    if kind is int and not 0 <= raw[key] <= _LARGEST:
+        raise ValueError(f"{where}{key} is {'negative' if raw[key] < 0 else 'beyond any count'}")
     return raw[key]
-
-
-def _count(raw: Any, key: str, where: str = "") -> int:
-    value: int = _take(raw, key, int, where)
-    if value < 0:
-        raise ValueError(f"{where}{key} is negative")
-    return value
 
 
 def _counts(raw: Any, key: str, where: str) -> list[int]:
@@ -352,7 +357,7 @@ def _section(config: Any, name: str) -> dict[str, Any]:
 def _file_entry(files: Any, name: str) -> FileEntry:
     entry, where = _take(files, name, dict, "files."), f"files.{name}."
     return FileEntry(
-        bytes=_count(entry, "bytes", where),
+        bytes=_take(entry, "bytes", int, where),
         sha256=_digest(entry, "sha256", 64, where),
         xxh3_128=_digest(entry, "xxh3_128", 32, where) if "xxh3_128" in entry else None,  # older ones have only SHA-256
     )

@@ -19,7 +19,6 @@ from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel
-from megacore.zero.layout import Segment
 from megacore.zero.local_segments import LocalSegment
 
 MODEL = "model"
@@ -58,7 +57,9 @@ class TrainingState:
                 for name, tensor in tensors.items():
                     if kind.exists(whole=name in bucket.unsplit):
                         spec = spec_of_state(kind, specs[name])
-                        yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
+                        if kind.per != "element":  # the tensor begins with it
+                            tensor = tensor.reshape(-1)[: math.prod(spec.shape)].view(spec.shape)
+                        yield Entry(kind.name, spec, spec.unpadded(tensor))
             yield from errors_of(bucket)
         for name, buffer in self.buffers.items():
             yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
@@ -72,7 +73,8 @@ class TrainingState:
         scratch = torch.empty(0)  # memory that every piece passes through: to ask for it anew takes longer than reading
         for parameter in self.data_parallel.parameters:
             for local in self.data_parallel.segments_of(parameter.spec.name):
-                rows, width = _rows(local.segment, parameter.shape)
+                width = math.prod(parameter.shape[1:])  # elements of a row of the local tensor
+                rows = range(local.segment.start // width, -(-local.segment.stop // width))
                 shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
                 # Only the rows that this rank updates are in memory, one piece of one tensor at a time.
                 if math.prod(shape) > scratch.numel():
@@ -140,17 +142,6 @@ def spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
     if kind.per == "element":
         return spec
     return ShardSpec(name=spec.name, shape=kind.shape(spec.shape), is_tied_copy=spec.is_tied_copy)
-
-
-def _leading(tensor: Tensor, shape: tuple[int, ...], kind: StateKind) -> Tensor:
-    """The state of a parameter, from a tensor that begins with it."""
-    return tensor if kind.per == "element" else tensor.reshape(-1)[: math.prod(shape)].view(shape)
-
-
-def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:
-    """The rows of a local tensor that a segment touches, and the elements of a row."""
-    width = math.prod(shape[1:])
-    return range(segment.start // width, -(-segment.stop // width)), width
 
 
 def _read_part(part: Tensor, read: Read, kind: str, name: str, wanted: Slices | None) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -110,30 +109,20 @@ def _bytes(values: Tensor) -> memoryview:
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class TensorWriter:
-    """Writes a safetensors file, tensor by tensor in the announced order: name -> dtype and shape."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self.path = path
-        self._waiting = list(tensors.items())
-        self._file = path.open("xb")
-        self._file.write(header_of({name: (NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}))
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        expected, (dtype, shape) = self._waiting.pop(0)
-        assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, dtype, shape), "tensors come as announced"
-        self._file.write(_bytes(tensor.contiguous()))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                assert not self._waiting, "every announced tensor is written"
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+def write_file(
+    path: Path,
+    types: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterator[tuple[str, Tensor]],
+    on_written: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a safetensors file, durably, from tensors as they come: those of `types`, of its dtypes and shapes and in
+    its order. `on_written`: called after each."""
+    with path.open("xb") as file:
+        file.write(header_of({name: (NAMES[dtype], shape) for name, (dtype, shape) in types.items()}))
+        for expected, (dtype, shape) in types.items():
+            name, tensor = next(tensors)
+            assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, dtype, shape), "tensors come as announced"
+            file.write(_bytes(tensor.contiguous()))
+            on_written()
+        file.flush()
+        os.fsync(file.fileno())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import describe, verify
+from megacore.checkpoint.load import Reader, check_header
 from megacore.checkpoint.manifest import (
     Manifest,
     Piece,
@@ -21,8 +24,7 @@ from megacore.checkpoint.manifest import (
     trained_model,
 )
 from megacore.checkpoint.state import BUFFERS, MODEL
-from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
-from megacore.checkpoint.tensor_header import StoredTensor, read_header
+from megacore.checkpoint.tensor_file import write_file
 from megacore.config import Config
 from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
@@ -31,6 +33,7 @@ from megacore.errors import CheckpointError
 from megacore.progress import Progress
 
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+_CHUNK = 1 << 22  # bytes that are read at a time
 
 
 class CheckpointTensors:
@@ -50,15 +53,13 @@ class CheckpointTensors:
                 f"{self.directory} has no average of the weights: leave out --ema, or use a checkpoint of a run with "
                 "--ema-decay"
             )
-        kind = EMA.name if averaged else MODEL
-        self._entries = self.manifest.tensors.get(kind, {}) | self.manifest.tensors.get(BUFFERS, {})
-        files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
-        self._stored: dict[str, dict[str, StoredTensor]] = {}
-        for name in sorted(files):
-            if name not in self.manifest.files:
-                raise CheckpointError(f"{self.directory / name} is not among the files of its manifest")
+        self._kind = EMA.name if averaged else MODEL
+        self._buffers = self.manifest.tensors.get(BUFFERS, {})
+        self._entries = self.manifest.tensors.get(self._kind, {}) | self._buffers
+        for name in sorted(self.manifest.files_of([self._kind, BUFFERS])):
             verify(self.directory / name, self.manifest.files[name])
-            self._stored[name] = read_header(self.directory / name)
+            check_header(self.directory / name, self.manifest)
+        self._reader = Reader(self.directory, self.manifest)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -66,10 +67,8 @@ class CheckpointTensors:
         return {name: tuple(entry.shape) for name, entry in self._entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        dtypes = {DTYPES[stored.dtype] for _, stored in self._pieces(name)}
-        if len(dtypes) != 1:
-            raise CheckpointError(f"{self.directory}: {name} is stored in several dtypes or not at all")
-        return dtypes.pop()
+        found: torch.dtype = getattr(torch, self._entries[name].dtype)
+        return found
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A whole tensor, assembled from its pieces, in the stored or another dtype."""
@@ -77,30 +76,16 @@ class CheckpointTensors:
 
     def read_rows(self, name: str, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows [start, stop) of a tensor's first dimension; the same."""
-        pieces = list(self._pieces(name))
-        shape, wanted = self.shapes[name], dtype or self.dtype(name)
-        if len(pieces) == 1 and pieces[0][1].shape == shape:
-            return read_rows(pieces[0][1], start, stop, wanted)
-        rows = torch.empty((stop - start, *shape[1:]), dtype=wanted)
-        filled = 0
-        for piece, stored in pieces:
-            first, last = max(start, piece.start[0]), min(stop, piece.stop[0])
-            if first >= last:
-                continue
-            part = read_rows(stored, first - piece.start[0], last - piece.start[0], wanted)
-            inner = (slice(a, b) for a, b in zip(piece.start[1:], piece.stop[1:], strict=True))
-            rows[(slice(first - start, last - start), *inner)] = part
-            filled += part.numel()
-        if filled != rows.numel():
-            raise CheckpointError(f"{self.directory}: the pieces of {name} do not cover it")
+        kind = BUFFERS if name in self._buffers else self._kind
+        sizes = self.shapes[name][1:]
+        rows = torch.empty((stop - start, *sizes), dtype=dtype or self.dtype(name))
+        # A part at a time: where the dtype is another one, the stored values are there beside the whole.
+        step = max(1, _CHUNK // max(math.prod(sizes) * self.dtype(name).itemsize, 1))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            wanted = ((first, last), *((0, size) for size in sizes))
+            self._reader.read(kind, name, wanted, rows[first - start : last - start])
         return rows
-
-    def _pieces(self, name: str) -> Iterator[tuple[Piece, StoredTensor]]:
-        for piece in self._entries[name].pieces:
-            stored = self._stored[piece.file].get(name)
-            if stored is None or list(stored.shape) != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
-                raise CheckpointError(f"{self.directory / piece.file}: {name} is missing, or not as the manifest says")
-            yield piece, stored
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -130,10 +115,7 @@ def write_shards(
     with Progress("converting", len(types_of), unit="tensors") as progress:
         for number, entries in enumerate(files, start=1):
             name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-            with TensorWriter(directory / name, entries) as writer:
-                for _ in entries:
-                    writer.write(*next(tensors))
-                    progress.advance(1)
+            write_file(directory / name, entries, tensors, partial(progress.advance, 1))
             file_of |= dict.fromkeys(entries, name)
     return file_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.checkpoint.tensor_file import TensorWriter
+from megacore.checkpoint.tensor_file import write_file
 from tests.e2e.launching import run_cold, words
 
 # Imports what a conversion imports, then converts as each list of flags says, and says how far memory rose above that.
@@ -45,9 +45,8 @@ def llama(path: Path, *, hidden: int, layers: int, vocabulary: int, dtype: torch
         shapes |= {f"{block}.mlp.down_proj.weight": (hidden, inner)}
         shapes |= {f"{block}.{one}_layernorm.weight": (hidden,) for one in ("input", "post_attention")}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-    with TensorWriter(path / "model.safetensors", {name: (dtype, shape) for name, shape in shapes.items()}) as writer:
-        for name, shape in shapes.items():
-            writer.write(name, torch.randn(shape, dtype=dtype).mul_(0.03))
+    tensors = ((name, torch.randn(shape, dtype=dtype).mul_(0.03)) for name, shape in shapes.items())
+    write_file(path / "model.safetensors", {name: (dtype, shape) for name, shape in shapes.items()}, tensors)
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes.values()]
     return max(sizes), sum(sizes)
 

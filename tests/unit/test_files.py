@@ -49,7 +49,7 @@ from megacore.checkpoint.manifest import (
     section_of,
 )
 from megacore.checkpoint.storage import LocalRun, write_tensors
-from megacore.checkpoint.tensor_file import TensorWriter, read_slice, read_tensor
+from megacore.checkpoint.tensor_file import read_slice, read_tensor, write_file
 from megacore.checkpoint.tensor_header import read_header
 from megacore.config import AdamWConfig, CheckpointConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from megacore.convert.publish import published
@@ -217,9 +217,8 @@ def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     if request.param == "shard":
         assert write_tensors(path, TENSORS) == describe(path)
         return path
-    with TensorWriter(path, {name: (one.dtype, tuple(one.shape)) for name, one in TENSORS.items()}) as writer:
-        for name, tensor in TENSORS.items():
-            writer.write(name, tensor)
+    types = {name: (one.dtype, tuple(one.shape)) for name, one in TENSORS.items()}
+    write_file(path, types, iter(TENSORS.items()))
     return path
 
 
