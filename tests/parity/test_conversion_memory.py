@@ -14,7 +14,7 @@ from tests.e2e.launching import run_cold, words
 
 # Imports what a conversion imports, then converts as each list of flags says, and says how far memory rose above that.
 PROGRAM = """
-import re, sys, torch, transformers
+import re, sys, torch, transformers, megacore.commands.conversions
 from pathlib import Path
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from tools.convert_checkpoint import main
