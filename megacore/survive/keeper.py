@@ -288,7 +288,9 @@ class Keeper:
         """The plan after a failure; None: more is asked of the nodes before. `request`: what they have done."""
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
-        cause, at, saved = over["cause"], over["at"], self._saved(before.serial)
+        cause, at = over["cause"], over["at"]
+        passed = [*before.passed, over["passed"]] if over["passed"] else before.passed
+        saved = self._saved(before.serial, passed)
         everything = _source(list(shown.values()), saved)
         step = everything.step
         blamed = list(before.blamed) if step == before.step else []
@@ -317,12 +319,15 @@ class Keeper:
             why = f"it has failed {len(blamed)} times after step {step}"
         elif values is None:
             why = f"{counted(len(fit), 'rank')} cannot train this model with this batch"
+        elif passed and not step:
+            why = "neither memory nor disk has another"
         if why or values is None:
             everything = _source(list(shown.values()), saved, needs_room=False)  # to save it takes none
             last = self._last_on_disk(generation, everything, saved, shown, request)
             if last is None:
                 return None
-            rest = f"; --load auto continues from step {last}" if last else ", without a checkpoint on disk"
+            none = "" if passed else ", without a checkpoint on disk"
+            rest = f"; --load auto continues from step {last}" if last else none
             line = f"{cause}, and the run ends: {why}{rest}"
             lines = [*everything.problems, line]
             return Plan(present=sorted(here), members=[], nodes=[], values={}, refused=why, lines=lines)
@@ -333,7 +338,7 @@ class Keeper:
         if whole.step > source.step:  # what no node has room for goes over the disk
             if self._last_on_disk(generation, whole, saved, held, request) is None:
                 return None
-            source = _source(list(held.values()), self._saved(before.serial))
+            source = _source(list(held.values()), self._saved(before.serial, passed))
         if not self._is_checked(generation, source, shown):
             return None
         degrees = self._config.with_values(values).parallel.degrees
@@ -358,6 +363,7 @@ class Keeper:
             step=source.step,
             saves=is_due,
             serial=before.serial,
+            passed=passed,
             blamed=blamed,
             cause=cause,
             at=at,
@@ -425,13 +431,14 @@ class Keeper:
             _say(f"step {source.step} in memory could not be saved: {'; '.join(problems)}")
         return last
 
-    def _saved(self, serial: int) -> _Source | None:
-        """The newest checkpoint that this run has on disk; the first has that serial number."""
+    def _saved(self, serial: int, passed: Sequence[str]) -> _Source | None:
+        """The newest checkpoint that this run has on disk, without those that are passed over; the first has that
+        serial number."""
         if isinstance(self._checkpoints, Path):  # to list a store may start threads
             for directory in published(self._checkpoints):
                 with contextlib.suppress(CheckpointError, OSError):
                     manifest = read_manifest(directory)
-                    if manifest.serial >= serial and not manifest.is_in_doubt:
+                    if manifest.serial >= serial and not manifest.is_in_doubt and str(directory) not in passed:
                         words = f"step {manifest.step} on disk: memory has no newer one"
                         return _Source(step=manifest.step, words=words, load=str(directory))
         return None
@@ -474,6 +481,8 @@ class Keeper:
                 # Settings that are tried may need too much memory; other causes come again, or are to be looked at.
                 elif ended in (EXIT_FAILED, EXIT_REFUSED) and self._is_trial(plan, self.memory.newest_step()):
                     meeting.end(generation, f"rank {plan.members.index(meeting.rank)} failed")
+                elif ended == EXIT_REFUSED and plan.load:  # it is damaged: an older one may be whole
+                    meeting.end(generation, f"{plan.load} cannot be continued", passed=plan.load)
                 elif how := f"was ended by {_name(self.signal)}" if was_told else child.failure():
                     blamed = NOBODY if was_told or ended == EXIT_HUNG else meeting.rank  # who hangs does not end first
                     meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}", blamed=blamed)

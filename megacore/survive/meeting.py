@@ -39,6 +39,7 @@ class Plan:
     step: int = 0  # that it continues after
     saves: bool = False  # whether its first step is to be saved
     serial: int = 0  # of the first checkpoint that this run publishes
+    passed: Sequence[str] = ()  # checkpoints that cannot be continued
     blamed: Sequence[int] = ()  # whose failures have ended the generations at this step; NOBODY: not known
     cause: str = ""  # why there is a new generation; empty at the start
     at: float = 0.0  # when that was noticed, as time.time
@@ -139,11 +140,19 @@ class Meeting:
         return None if content is None else Plan(**content)
 
     def end(
-        self, generation: int, cause: str, *, blamed: int | None = None, asked: Mapping[str, Any] | None = None
+        self,
+        generation: int,
+        cause: str,
+        *,
+        blamed: int | None = None,
+        asked: Mapping[str, Any] | None = None,
+        passed: str | None = None,
     ) -> None:
         """Say that a generation is over. `blamed`: the keeper whose failure that is, or NOBODY; None: it is none.
-        `asked`: parts of the next plan, for which the run has ended it."""
-        self._first(generation, "over", {"cause": cause, "at": time.time(), "blamed": blamed, "asked": asked})
+        `asked`: parts of the next plan, for which the run has ended it. `passed`: the checkpoint that it could not
+        continue from."""
+        over = {"cause": cause, "at": time.time(), "blamed": blamed, "asked": asked, "passed": passed}
+        self._first(generation, "over", over)
         self._store.set(f"{generation}/news", "1")
 
     def is_over(self, generation: int) -> bool:

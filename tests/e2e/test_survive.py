@@ -133,16 +133,20 @@ def test_a_spare_takes_the_place_of_a_lost_rank(alone: Path, tmp_path: Path) -> 
     check(output, alone, 1)
 
 
-def test_a_newer_checkpoint_is_taken_and_the_flags_of_the_start(alone: Path, tmp_path: Path) -> None:
+def test_a_newer_whole_checkpoint_is_taken_and_the_flags_of_the_start(alone: Path, tmp_path: Path) -> None:
     output, settings, said = tmp_path / "out", tmp_path / "set.toml", tmp_path / "said"
     settings.write_text("[training]\nseed = 1234")
-    flags = [*small_run(output, survive=True, survive_interval=10, save_interval=3, **RUN), "--config", str(settings)]
+    flags = [*small_run(output, survive=True, survive_interval=10, save_interval=2, **RUN), "--config", str(settings)]
     with started(PROGRAM, said, *flags) as job:
         until(lambda: logged(output) >= 5, START, "no step 5")
         settings.write_text("[training]\nseed = none")
-        os.kill(children(output)[0], signal.SIGKILL)
+        (child,) = children(output).values()
+        os.kill(child, signal.SIGSTOP)
+        newest = max(path.parent for path in output.glob("step_*/manifest.json"))
+        next(newest.glob("*.safetensors")).write_bytes(b"damaged")
+        os.kill(child, signal.SIGKILL)
         assert job.wait(patience(START)) == 0, said.read_text()
-    assert "continue from step 3 on disk" in said.read_text() or "step 6 on disk" in said.read_text()
+    assert f"{newest} cannot be continued: 1 rank (one process) continue from step" in said.read_text()
     check(output, alone, 1)
 
 
