@@ -1,7 +1,7 @@
 """Whether a run fits into memory, before anything is allocated.
 
 A run is refused for what is certain: its state, and most of the activations in flight. It is warned of where what is
-expected is more than there is. Both are estimates of memory.py; ways_out.py says what would fit.
+expected is more than there is. Both are estimates of memory.py; suggestions.py says what would fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacore.parallel.host_memory import AvailableMemory, host_memory
 from megacore.parallel.processors import computes_on_cpu
 from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.state import whole_parameters
-from megacore.plan.ways_out import Limits, size_text, ways_out
+from megacore.plan.suggestions import Limits, size_text, suggestions
 
 _TRY_ANYWAY = "--no-memory-check starts the run all the same"
 
@@ -169,7 +169,7 @@ def _message(config: ResolvedConfig, layers: Sequence[ModelLayer], ranks: Sequen
         f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
         "each of these is expected to fit (docs/guides/memory.md):",
     ]
-    lines += [f"  {number}. {way}" for number, way in enumerate(ways_out(config, limits), start=1)]
+    lines += [f"  {number}. {way}" for number, way in enumerate(suggestions(config, limits), start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])
 
 

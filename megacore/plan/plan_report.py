@@ -132,7 +132,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     yield "Each of these changes is expected to fit:"
-    yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(plan.ways_out(), start=1))
+    yield from (f"{number}. {way.in_markdown()}" for number, way in enumerate(plan.suggestions(), start=1))
 
 
 def _on_host(plan: Plan, unit: SizeUnit) -> str:
@@ -310,7 +310,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "checked_steps": checked_steps(plan.config, plan.cluster),
     }
     if not plan.fits:
-        report["ways_out"] = list(map(str, plan.ways_out()))
+        report["suggestions"] = list(map(str, plan.suggestions()))
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
         report["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}

@@ -32,8 +32,8 @@ from megacore.plan.memory import (
 )
 from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import StepTime, step_time
+from megacore.plan.suggestions import Limits, Suggestion, suggestions
 from megacore.plan.traffic import LinkClass, Sent, bytes_by_link, rank_traffic, recomputed_whole
-from megacore.plan.ways_out import Limits, WayOut, ways_out
 
 Origin = Literal["exact", "traced", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
@@ -215,9 +215,9 @@ class Plan:
                 most[key] = max(size, most.get(key, 0.0))
         return most
 
-    def ways_out(self) -> list[WayOut]:
+    def suggestions(self) -> list[Suggestion]:
         """What would fit."""
-        return ways_out(self.config, limits_of(self.cluster, self.config.parallel.ranks))
+        return suggestions(self.config, limits_of(self.cluster, self.config.parallel.ranks))
 
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
         """Days and USD of training on this number of tokens, if a share of the time makes progress."""

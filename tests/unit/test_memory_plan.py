@@ -109,7 +109,7 @@ LITTLE = (0.3, 1, 2, 4, 8, 16, 17.4, 20, 60)
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, tuple) else str(value),
 )
-def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...], gib: float) -> None:
+def test_there_are_three_suggestions_however_little_there_is(flags: tuple[str, ...], gib: float) -> None:
     config = parse(*MOCK, *flags, "--device", "cpu")
     text = host_problem(config, outline(config), memory=AvailableMemory(gib * GIB, ""))
     assert text is not None

@@ -50,7 +50,7 @@ from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import VIRTUAL_STAGES, schedules_by_time
 from megacore.plan.memory import plan_memory
 from megacore.plan.planner import make_plan, scheduled
-from megacore.plan.ways_out import Limits
+from megacore.plan.suggestions import Limits
 from megacore.train import launch
 from tests.patience import patience
 

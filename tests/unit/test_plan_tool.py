@@ -53,7 +53,7 @@ DOES_NOT_FIT = {
 
 
 @pytest.mark.parametrize(("flags", "known"), DOES_NOT_FIT.items())
-def test_the_ways_out_fit_when_they_are_planned(
+def test_suggestions_fit_when_they_are_planned(
     flags: str, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each as flags in place of those that do not fit, with the memory that it names; more machines as a cluster file,
@@ -61,9 +61,9 @@ def test_the_ways_out_fit_when_they_are_planned(
     given = f"pretrain_gpt.py --preset {flags}"
     plan = planned(capsys, given)
     assert not plan["fits"]
-    assert len(plan["ways_out"]) == 3
-    assert any(way.startswith(f"{known}: ") for way in plan["ways_out"]), plan["ways_out"]
-    for way in plan["ways_out"]:
+    assert len(plan["suggestions"]) == 3
+    assert any(way.startswith(f"{known}: ") for way in plan["suggestions"]), plan["suggestions"]
+    for way in plan["suggestions"]:
         if "machines with at least" in way:
             continue
         words = with_flags(given.split(), re.split(", |: ", way)[0].split())
@@ -90,17 +90,17 @@ def test_a_plan_loads_only_what_it_needs() -> None:
 def test_the_largest_microbatch_that_fits_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     run = "pretrain_gpt.py --preset gpt2-small --global-batch-size 64 --cluster laptop --micro-batch-size"
     plan = planned(capsys, f"{run} 64")
-    assert plan["ways_out"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
+    assert plan["suggestions"][0].startswith("--micro-batch-size 4 --global-batch-size 64: ")
     assert planned(capsys, f"{run} 4")["fits"] and not planned(capsys, f"{run} 8")["fits"]
-    second, third = plan["ways_out"][1:]
+    second, third = plan["suggestions"][1:]
     assert second.startswith("--recompute selective --micro-batch-size 16 ")
     assert "machines" in third and "--micro-batch-size" not in third  # not the same on more machines
 
 
-def test_a_deep_model_has_its_ways_out_soon(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_model_has_its_suggestions_soon(capsys: pytest.CaptureFixture[str]) -> None:
     run = "pretrain_gpt.py --num-layers 3000 --hidden-size 16384 --num-attention-heads 128 --vocab-size 128256"
     started = time.process_time()
-    ways = planned(capsys, f"{run} --cluster laptop")["ways_out"]
+    ways = planned(capsys, f"{run} --cluster laptop")["suggestions"]
     assert time.process_time() - started < patience(2)
     assert ways[-1].startswith("--num-layers 1 ") and len(ways) >= 2
 
@@ -113,7 +113,7 @@ def test_a_way_out_whose_range_does_not_fit_is_tight(
     cluster = tmp_path / "device.toml"
     cluster.write_text(f"based_on = 'a100-40g'\nmemory_gb = {memory}\n")
     run = f"pretrain_gpt.py --preset llama-3-8b --micro-batch-size 8 --cluster {cluster}"
-    ways = planned(capsys, run)["ways_out"]
+    ways = planned(capsys, run)["suggestions"]
     usable = 0.97 * memory * 1e9 / 2**30
     for way in ways:
         size = float(re.search(r": ([\d.]+) GiB", way)[1])  # type: ignore[index]
@@ -224,8 +224,8 @@ def test_a_plan_whose_host_is_too_small_does_not_fit(tmp_path: Path, capsys: pyt
     flags = f"{LLAMA_1B} --dp 8 --offload-optimizer {cluster(tmp_path, 'host_memory_gb = 64')}"
     plan = planned(capsys, flags)
     assert not plan["fits"]
-    assert plan["ways_out"][0].startswith("--no-offload-optimizer: ")
-    for way in plan["ways_out"]:
+    assert plan["suggestions"][0].startswith("--no-offload-optimizer: ")
+    for way in plan["suggestions"]:
         words = with_flags(flags.split(), way.split(":")[0].split(",")[0].split())
         assert planned(capsys, " ".join(words))["fits"], way
 

@@ -163,7 +163,7 @@ def test_the_keys_of_a_plan_are_those_of_the_page(capsys: pytest.CaptureFixture[
     of_plan = shown["both"] | shown["plan"]
     assert plan.keys() <= of_plan
     of_offloading = {"host_capacity", "node_host"}
-    assert of_plan - plan.keys() == {"active_parameters", "ways_out", *of_offloading}
+    assert of_plan - plan.keys() == {"active_parameters", "suggestions", *of_offloading}
     assert plan_tool([*words.replace("--tp 2", "--world-size 2 --search").split()]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == (shown["both"] | shown["search"]) - of_offloading

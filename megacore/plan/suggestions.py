@@ -1,6 +1,6 @@
 """What to change of a run that does not fit into memory: other flags, more ranks, a smaller model, a larger machine.
 
-Every way out passes the same checks as the run itself, with what memory.py expects, not only with what is certain.
+Every suggestion passes the same checks as the run itself, with what memory.py expects, not only with what is certain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
 _MORE = tuple(2**n for n in range(1, 13))  # times as many ranks
-_WAYS = 3
+_MOST = 3  # suggestions
 _MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
 _SMALLER_MODEL = ", a smaller model"
@@ -65,8 +65,8 @@ _Option = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class WayOut:
-    """A way out as a line to read.
+class Suggestion:
+    """A change that makes a run fit, as a line to read.
 
     Attributes:
         flags: that replace those of the run; none, where it keeps its own.
@@ -84,11 +84,11 @@ class WayOut:
         return f"`{self.flags}`{self.note}" if self.flags else str(self)
 
 
-def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
-    """Three ways out, those that change least first: flags that fit, and where too few do, larger machines.
+def suggestions(config: ResolvedConfig, limits: Limits) -> list[Suggestion]:
+    """Three suggestions, those that change least first: flags that fit, and where too few do, larger machines.
 
     The deeper the model, the fewer candidates of each kind are checked. Work is counted and not timed, so that the same
-    run has the same ways out everywhere.
+    run has the same suggestions everywhere.
 
     Args:
         config: a resolved configuration that does not fit.
@@ -97,7 +97,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
     config = config.for_device(on_cpu=limits.on_cpu)
     start = ChangedRun(config)
     fitting: list[ChangedRun] = []
-    ways: list[WayOut] = []
+    suggested: list[Suggestion] = []
     has_smaller = False  # whether a smaller model is among them
     checks = _MOST_WORK // (config.model.num_layers + _WORK_BESIDE_LAYERS)
 
@@ -105,25 +105,25 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
         nonlocal checks, has_smaller
         for change in _spread(candidates, max(checks // 2, 1)):
             checks -= 1
-            if any(_contains(change, way) for way in fitting) or not _is_valid(change, limits):
+            if any(_contains(change, other) for other in fitting) or not _is_valid(change, limits):
                 continue
             if limits.fits(change.config):
                 demand = limits.demand(_with_auto_schedule(change, limits))
                 fitting.append(change)
-                tight = f" (tight: up to {size_text(MOST_MEMORY * demand.computing)})"
-                if limits.hold_the_most(demand, ranks=change.config.parallel.ranks):
-                    tight = ""
+                most = MOST_MEMORY * demand.computing  # host memory has no range
+                is_tight = most * limits.sharing(change.config.parallel.ranks) > limits.memory.available
+                tight = f" (tight: up to {size_text(most)})" if is_tight else ""
                 flags = change.with_its_batch().flags
-                ways.append(WayOut(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
+                suggested.append(Suggestion(flags, f"{_where(change, config, limits)}{note}: {demand}{tight}"))
                 has_smaller |= note == _SMALLER_MODEL
                 return
 
     add(_savings(start, limits))
-    lean = start if ways else _by_1f1b(start)  # where that is not enough, it comes before what changes more
+    lean = start if suggested else _by_1f1b(start)  # where that is not enough, it comes before what changes more
     add(_divisions(lean, limits, (1,), dp=False, model=True))
-    if not ways:
+    if not suggested:
         add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
-    if len(ways) < _WAYS:
+    if len(suggested) < _MOST:
         add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[ChangedRun]], str]] = [
         (lambda: _savings(start, limits, most=2), ""),
@@ -131,15 +131,15 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[WayOut]:
         (lambda: _divisions(lean, limits, dp=False, model=True), ""),
         (lambda: itertools.chain(*map(_thrifty, _smaller(lean, most_cut=_MOST_CUT))), _SMALLER_MODEL),
         (lambda: _divisions(lean, limits, dp=True, model=True), ""),
-        (lambda: iter(()) if ways else _longest(lean, limits), ", the longest sequences that fit"),
+        (lambda: iter(()) if suggested else _longest(lean, limits), ", the longest sequences that fit"),
         (lambda: _shorter(lean), ", shorter sequences"),
         (lambda: iter(()) if has_smaller else _smallest(lean), _SMALLER_MODEL),
     ]
     for family, note in further:
-        if len(ways) < _WAYS:
+        if len(suggested) < _MOST:
             add(family(), note)
     larger = _larger_machines(start, limits, max(checks // 4, 1))
-    return [*ways[:_WAYS], *itertools.islice(larger, max(_WAYS - len(ways), 0))]
+    return [*suggested[:_MOST], *itertools.islice(larger, max(_MOST - len(suggested), 0))]
 
 
 def _spread(candidates: Iterator[ChangedRun], most: int) -> Iterator[ChangedRun]:
@@ -150,12 +150,12 @@ def _spread(candidates: Iterator[ChangedRun], most: int) -> Iterator[ChangedRun]
     return (every[(n + 1) * len(every) // most - 1] for n in range(most)) if rest else iter(first)
 
 
-def _contains(change: ChangedRun, way: ChangedRun) -> bool:
-    """Whether a change has all that is another way out, or the same with a still smaller microbatch."""
-    values, micro = {**change.values}, way.values.get("micro_batch_size", 0)
+def _contains(change: ChangedRun, other: ChangedRun) -> bool:
+    """Whether a change has all that another one has, or the same with a still smaller microbatch."""
+    values, micro = {**change.values}, other.values.get("micro_batch_size", 0)
     if 0 < values.get("micro_batch_size", 0) < micro:
         values["micro_batch_size"] = micro
-    return way.values.items() <= values.items()
+    return other.values.items() <= values.items()
 
 
 def _is_valid(change: ChangedRun, limits: Limits) -> bool:
@@ -373,7 +373,7 @@ def _longest(start: ChangedRun, limits: Limits, *, most_cut: float = math.inf) -
     length = start.config.data.seq_length
 
     def is_too_long(units: int) -> bool:
-        return not limits.allow(limits.demand(_with_length(start, units * unit).config))
+        return not limits.fits(_with_length(start, units * unit).config)
 
     shortest = max(math.ceil(length / (most_cut * unit)), 1)
     if shortest < length // unit and not is_too_long(shortest):
@@ -400,7 +400,7 @@ def _shorter(start: ChangedRun) -> Iterator[ChangedRun]:
         yield _thriftiest(change)
 
 
-def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[WayOut]:
+def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[Suggestion]:
     """What the run needs on larger machines: of host memory, where that is all that is too small; with every saving
     flag, unchanged, with the smallest change of model, and with some saving flags or on more of them, at most so many.
     Left out is what fits on the given machines, and what needs as much as the unchanged run."""
@@ -418,7 +418,7 @@ def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[W
     demand = limits.demand(start.config)
     unchanged = _tenths(demand.computing)
     if not limits.host_allows(demand) and demand.computing <= limits.memory.available:
-        yield WayOut("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
+        yield Suggestion("", f", on machines with at least {_tenths(demand.on_node) / 10:,.1f} GiB of host memory")
     for change in map(ChangedRun.with_its_batch, candidates):
         if change.values in seen or not _is_valid(change, limits):
             continue
@@ -428,7 +428,7 @@ def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[W
         demand, number = limits.demand(change.config), _number_of(change, start.config, limits)
         tenths, where = _tenths(demand.computing), f"{number} {machines}" if number else machines
         if limits.host_allows(demand) and (tenths < unchanged or not change.values):
-            yield WayOut(change.flags, f", on {where} with at least {tenths / 10:,.1f} GiB per rank")
+            yield Suggestion(change.flags, f", on {where} with at least {tenths / 10:,.1f} GiB per rank")
 
 
 def _tenths(size: float) -> int:
@@ -536,20 +536,12 @@ class Limits:
             on_node=held_on_host(config, ranks, self.host_ranks),
         )
 
-    def allow(self, demand: Demand, *, ranks: int | None = None) -> bool:
-        """Whether the device and the host have as much, of all ranks of a machine, or of `ranks` if that is all."""
-        return demand.computing * self._sharing(ranks) <= self.memory.available and self.host_allows(demand)
-
-    def hold_the_most(self, demand: Demand, *, ranks: int) -> bool:
-        """Whether the device has as much as so many ranks may take at the most. Host memory has no range."""
-        return MOST_MEMORY * demand.computing * self._sharing(ranks) <= self.memory.available
-
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether all ranks of a configuration have what they are expected to take."""
-        ranks = config.parallel.ranks
+        most = self.memory.available / self.sharing(config.parallel.ranks)
         if (self.host is not None and uses_host(config)) or self.torch_is_loaded:
-            return self.allow(self.demand(config), ranks=ranks)
-        most = self.memory.available / self._sharing(ranks)
+            demand = self.demand(config)
+            return demand.computing <= most and self.host_allows(demand)
         fullest = fullest_rank(
             config, outline(config), on_cpu=self.on_cpu, limit=most, copies_logits=self._copies_logits
         )
@@ -559,10 +551,9 @@ class Limits:
     def _copies_logits(self) -> bool:
         return self.cluster is not None and self.cluster.software.copies_logits
 
-    def _sharing(self, ranks: int | None) -> int:
-        """The ranks that share the memory, of all ranks of a machine, or of `ranks` if that is all."""
-        local = self.local_ranks if ranks is None else min(ranks, self.local_ranks)
-        return local if self.on_cpu else 1
+    def sharing(self, ranks: int) -> int:
+        """How many of the ranks of a run share the memory."""
+        return min(ranks, self.local_ranks) if self.on_cpu else 1
 
     def host_allows(self, demand: Demand) -> bool:
         """Whether the host has as much as is offloaded."""
