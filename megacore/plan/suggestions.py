@@ -34,7 +34,7 @@ _MORE = tuple(2**n for n in range(1, 13))  # times as many ranks
 _MOST = 3  # suggestions
 _MOST_CUT = 4  # times, of sequences that come before larger changes
 _MOST_SMALLER = 0.8  # of the parameters, in a smaller preset
-_SMALLER_MODEL = ", a smaller model"
+_SMALLER_MODEL, _LONGEST = ", a smaller model", ", the longest sequences that fit"
 _MOST_TP = 8  # neighbours with fast links, in most machines
 # Work for one refusal, of 30 to 50 microseconds: a check plans every layer, and does as much besides as for some more.
 _MOST_WORK = 30_000
@@ -119,10 +119,11 @@ def suggestions(config: ResolvedConfig, limits: Limits) -> list[Suggestion]:
                 return
 
     add(_savings(start, limits))
-    lean = start if suggested else _by_1f1b(start)  # where that is not enough, it comes before what changes more
+    # Where that is not enough, 1F1B comes before what changes more.
+    lean = start if suggested else start.and_(**_one_f_one_b(start.config))
     add(_divisions(lean, limits, (1,), dp=False, model=True))
     if not suggested:
-        add(_longest(lean, limits, most_cut=_MOST_CUT), ", the longest sequences that fit")
+        add(_longest(lean, limits, most_cut=_MOST_CUT), _LONGEST)
     if len(suggested) < _MOST:
         add(_fewer_replicas(lean, limits))
     further: list[tuple[Callable[[], Iterator[ChangedRun]], str]] = [
@@ -131,9 +132,9 @@ def suggestions(config: ResolvedConfig, limits: Limits) -> list[Suggestion]:
         (lambda: _divisions(lean, limits, dp=False, model=True), ""),
         (lambda: itertools.chain(*map(_thrifty, _smaller(lean, most_cut=_MOST_CUT))), _SMALLER_MODEL),
         (lambda: _divisions(lean, limits, dp=True, model=True), ""),
-        (lambda: iter(()) if suggested else _longest(lean, limits), ", the longest sequences that fit"),
-        (lambda: _shorter(lean), ", shorter sequences"),
-        (lambda: iter(()) if has_smaller else _smallest(lean), _SMALLER_MODEL),
+        (lambda: _longest(lean, limits), _LONGEST),
+        (lambda: _longest(_thriftiest(lean), limits), _LONGEST),
+        (lambda: iter(()) if has_smaller else map(_thriftiest, _smaller(lean)), _SMALLER_MODEL),
     ]
     for family, note in further:
         if len(suggested) < _MOST:
@@ -189,11 +190,6 @@ def _where(change: ChangedRun, config: ResolvedConfig, limits: Limits) -> str:
     fewer = limits.cluster is not None and limits.local_ranks < limits.cluster.device.node_ranks
     shared = f" (gpus_per_node = {limits.local_ranks})" if fewer else ""  # with more ranks each would have less
     return f", on {counted(number, 'machine')} with as much memory{shared}"
-
-
-def _by_1f1b(start: ChangedRun) -> ChangedRun:
-    """The same by 1F1B; as it is where that is no change or not possible."""
-    return start.and_(**_one_f_one_b(start.config))
 
 
 def _one_f_one_b(config: ResolvedConfig) -> _Option:
@@ -298,7 +294,7 @@ def _thrifty(change: ChangedRun) -> Iterator[ChangedRun]:
 
 def _thriftiest(change: ChangedRun) -> ChangedRun:
     """Every flag that saves device memory and changes neither the model nor the ranks."""
-    *_, change = _thrifty(_by_1f1b(change))
+    *_, change = _thrifty(change.and_(**_one_f_one_b(change.config)))
     parallel = change.config.parallel
     if change.config.precision.precision == "fp32":
         change = change.and_(precision="bf16")
@@ -321,48 +317,24 @@ def _may_change_model(config: ResolvedConfig) -> bool:
 
 
 def _smaller(start: ChangedRun, *, most_cut: float = math.inf) -> list[ChangedRun]:
-    """Smaller models, the largest first: presets, or without a preset, or where flags change its shape, fewer layers:
-    they would change another preset's shape as well."""
-    return _smaller_presets(start, most_cut=most_cut) if _is_as_named(start) else _fewer_layers(start)
-
-
-def _smallest(start: ChangedRun) -> Iterator[ChangedRun]:
-    """Smaller models with every other saving as well."""
-    for thrifty in map(_thriftiest, _smaller(start)):
-        yield thrifty
-        yield from _shorter(thrifty)
-
-
-def _is_as_named(start: ChangedRun) -> bool:
-    """Whether the model is a preset whose shape no flag changes."""
-    config, name = start.config, start.config.model.preset
-    same = None if name is None else start.and_preset(name)
-    return same is not None and (same.config.model, same.config.data) == (config.model, config.data)
-
-
-def _smaller_presets(start: ChangedRun, *, most_cut: float = math.inf) -> list[ChangedRun]:
-    """Presets with noticeably fewer parameters for sequences of the same length, the largest first; then those whose
-    sequences are up to `most_cut` times shorter."""
+    """Smaller models, the largest first: presets with noticeably fewer parameters for sequences of the same length,
+    then those whose sequences are up to `most_cut` times shorter. Without a preset, or where flags change its shape,
+    fewer layers: such flags would change another preset's shape as well."""
     config, name, length = start.config, start.config.model.preset, start.config.data.seq_length
     if not _may_change_model(config):
         return []
+    same = None if name is None else start.and_preset(name)
+    if same is None or (same.config.model, same.config.data) != (config.model, config.data):
+        layers = config.model.num_layers
+        fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
+        return [start.and_(num_layers=fewer) for fewer in sorted(fractions - {0}, reverse=True)]
     candidates = [start.and_preset(other, seq_length=length) for other in config.presets if other != name]
     changes = [c for c in candidates if c is not None and length <= most_cut * c.config.data.seq_length]
-    most = _MOST_SMALLER * _parameters(config)
-    sized = [(c.config.data.seq_length == length, size, c) for c in changes if (size := _parameters(c.config)) <= most]
-    return [change for *_, change in sorted(sized, key=lambda item: item[:2], reverse=True)]
-
-
-def _parameters(config: ResolvedConfig) -> int:
-    return whole_parameters(config, outline(config))
-
-
-def _fewer_layers(start: ChangedRun) -> list[ChangedRun]:
-    layers = start.config.model.num_layers
-    fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
-    if not _may_change_model(start.config):
-        return []
-    return [start.and_(num_layers=fewer) for fewer in sorted(fractions - {0}, reverse=True)]
+    sizes = [whole_parameters(change.config, outline(change.config)) for change in (start, *changes)]
+    most = _MOST_SMALLER * sizes[0]
+    sized = [(c.config.data.seq_length == length, size, c) for c, size in zip(changes, sizes[1:], strict=True)]
+    ordered = sorted(sized, key=lambda item: item[:2], reverse=True)
+    return [change for _, size, change in ordered if size <= most]
 
 
 def _longest(start: ChangedRun, limits: Limits, *, most_cut: float = math.inf) -> Iterator[ChangedRun]:
@@ -388,16 +360,6 @@ def _with_length(start: ChangedRun, length: int) -> ChangedRun:
     if not is_derived or not _may_change_model(start.config):
         return change
     return change.and_(max_position_embeddings=length)
-
-
-def _shorter(start: ChangedRun) -> Iterator[ChangedRun]:
-    """Half the sequence, a quarter, and so on."""
-    length, parallel = start.config.data.seq_length, start.config.parallel
-    unit = parallel.sequence_unit(sequence_parallel=bool(parallel.sequence_parallel)) if parallel.cp > 1 else 1
-    while (length := length // 2) >= 16 and length % unit == 0:
-        change = _with_length(start, length)
-        yield from _thrifty(change)
-        yield _thriftiest(change)
 
 
 def _larger_machines(start: ChangedRun, limits: Limits, most: int) -> Iterator[Suggestion]:
