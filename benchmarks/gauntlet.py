@@ -95,7 +95,7 @@ class Result:
 
 def bug_of(name: str, row: dict[str, Any]) -> Bug:
     own = {field: row[field] for field in row.keys() & {field.name for field in fields(Bug)}}
-    options: dict[str, Any] = {field: row[field] for field in ("old", "new") if field in row}
+    options: dict[str, Any] = row.get("options") or {field: row[field] for field in ("old", "new") if field in row}
     fault = row.get("fault", "changed_line")
     new = Defect(name=name, what="", fault=fault, kinds=[], calls=row.get("calls"), options=options)
     defect = replace(BY_NAME[row["defect"]], name=name) if "defect" in row else new

@@ -341,27 +341,19 @@ def norm_of_rank(steps: TrainStep, clip_factor: Function) -> Function:
     return of_rank
 
 
-def norm_without_experts(steps: TrainStep, totals: Function) -> Function:
-    """The experts' gradients do not count in the norm."""
+def norm_of_others(steps: TrainStep, totals: Function, *, counts: str) -> Function:
+    """The gradient norm counts all but `no experts`; `all copies` of what several ranks hold; what tensor-parallel
+    ranks divide on the `first rank` only."""
 
     def of_others(counted: Sequence[LocalSegment], mesh: Mesh, **sums: Any) -> Any:
-        return totals([local for local in counted if not _is_of_expert(local)], mesh, **sums)
+        others = {
+            "no experts": [local for local in counted if not _is_of_expert(local)],
+            "all copies": steps.model.data_parallel.segments,
+            "first rank": [local for local in counted if local.spec.is_replicated or mesh.layer.is_first],
+        }
+        return totals(others[counts], mesh, **sums)
 
     return of_others
-
-
-def norm_of_all(steps: TrainStep, totals: Function) -> Function:
-    """What several ranks hold counts in the norm once for each."""
-    return lambda counted, mesh, **sums: totals(steps.model.data_parallel.segments, mesh, **sums)
-
-
-def norm_without_split(steps: TrainStep, totals: Function) -> Function:
-    """What tensor-parallel ranks divide counts in the norm on the first of them only."""
-
-    def of_first(counted: Sequence[LocalSegment], mesh: Mesh, **sums: Any) -> Any:
-        return totals([one for one in counted if one.spec.is_replicated or mesh.layer.is_first], mesh, **sums)
-
-    return of_first
 
 
 def flipped_bit(steps: TrainStep) -> None:
