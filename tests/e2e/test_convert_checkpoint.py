@@ -144,11 +144,3 @@ def test_damage_is_named_and_ends_with_status_1(run: Path, tmp_path: Path, capsy
         assert f"damaged: {file} has" in capsys.readouterr().out
     assert main(["--diff", str(copy), str(run / "step_00000001")]) == 2
     assert f"{file} has" in capsys.readouterr().err
-
-
-def test_what_lost_its_manifest_is_listed_as_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "step_00000003").mkdir()
-    assert main([str(tmp_path)]) == 1
-    text = capsys.readouterr().out
-    assert ["step_00000003", "damaged"] in [line.split() for line in text.splitlines()]
-    assert f"damaged: {tmp_path}/step_00000003/manifest.json is missing" in text

@@ -147,22 +147,6 @@ def test_the_same_tokenizer_may_be_trained_again_and_another_with_overwrite(fold
     assert load_tokenizer(tmp_path / "t").vocab_size == 400
 
 
-def test_bad_lines_are_reported_and_the_rest_is_used(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"txt": 1}\n{"text": "two"}\n{"text": ""}\n')
-    made = flags(input=tmp_path / "a.jsonl", tokenizer=folder / "tokenizer", output_prefix=tmp_path / "o")
-    assert preprocess_data(made) == 0
-    output, errors = capsys.readouterr()
-    assert errors.splitlines() == [
-        f"left out {tmp_path}/a.jsonl:2: no key 'text' (it has 'txt')",
-        "left out 1 bad line; --strict refuses them",
-        "left out 1 empty document",
-    ]
-    assert "2 documents" in output
-    assert len(data_bytes.read(tmp_path / "o_text_document")) == 2
-
-
 # The first argument is the largest size of a file in bytes, which stands for the end of the disk.
 LIMITED = """
 import resource, runpy, sys

@@ -81,17 +81,6 @@ def inputs(good: Path, tmp_path: Path) -> Path:
 Break = Callable[[Path], Any]  # the flags that it changes, if any
 
 
-def token_too_large(inputs: Path) -> None:
-    """A dataset with an id that the vocabulary of 64 does not have, in its last sequence."""
-    data_bytes.write(inputs / "data", [[[1, 2, 3]]] * 50 + [[[1, 64]]])
-
-
-def garbage_for_a_tokenizer(inputs: Path) -> dict[str, object]:
-    """A file that begins like a tokenizer's."""
-    (inputs / "x.json").write_bytes(b'{"model": 3')
-    return {"tokenizer": inputs / "x.json"}
-
-
 def empty_tokenizer_directory(inputs: Path) -> dict[str, object]:
     """A directory without any tokenizer."""
     (inputs / "empty").mkdir()
@@ -153,15 +142,8 @@ def flipped_bit(file: Path) -> None:
 
 # One of each way on which an input is read. What else is wrong with a file is told from it in the tests of its reader.
 BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
-    "directory for a result": (lambda i: (i / "out/config.toml").mkdir(parents=True), "its config.toml is a directory"),
     "wrong magic": (lambda i: (i / "data.idx").write_bytes(b"GARBAGE" * 5), "data.idx: wrong magic"),
-    "token beyond the vocabulary": (token_too_large, "sequence 50 holds the token id 64"),
-    "garbage tokenizer": (garbage_for_a_tokenizer, "x.json: not a `tokenizers` JSON file"),
     "directory without a tokenizer": (empty_tokenizer_directory, "no tokenizer in this directory"),
-    "tokenizer beyond the vocabulary": (
-        lambda inputs: {"tokenizer": inputs / "tokenizer", "vocab_size": 59},
-        "--vocab-size 59 is smaller than the vocabulary of the tokenizer",
-    ),
     "no checkpoint": (lambda inputs: {"load": inputs / "tokenizer"}, "run's output directory, or --load auto"),
     "checkpoint of Megatron-LM where the run saves": (of_another_trainer("iter_0001000"), "Megatron-LM: use python"),
     "checkpoint of DeepSpeed where the run saves": (of_another_trainer("global_step9"), "DIR, and then --pretrained-"),

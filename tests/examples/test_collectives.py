@@ -12,7 +12,9 @@ from torch import Tensor
 import algorithms
 import collectives
 from cost_model import counted_cost, expected_cost
+from draw_messages import draw
 from megacore.config import ParallelConfig
+from megacore.drawing.canvas import to_svg
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, join_job
 from tests.distributed import run_distributed
@@ -78,6 +80,12 @@ def test_every_collective_is_right_and_costs_what_the_formula_says(ranks: int) -
             assert counted_cost(messages, rounds) == expected_cost(name, ranks, 4 * ranks * WIDTH), name
             pairs = [(message.round, message.source) for message in messages]
             assert len(set(pairs)) == len(pairs), "a rank sends one message in a round"
+
+
+def test_the_picture_names_every_message() -> None:
+    messages = [Message(0, 0, 2, 8, "part 2,3"), Message(1, 0, 1, 4, "part 1"), Message(1, 2, 3, 4, "part 3")]
+    text = to_svg(draw("scatter of 4 ranks", messages, 4, 2))
+    assert all(f">{message.content}</text>" in text for message in messages)
 
 
 def test_halving_refuses_ranks_that_have_no_partner() -> None:

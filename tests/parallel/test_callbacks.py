@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 import struct
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ from megacore.observe.sinks import finish
 from megacore.observe.trackers.background import MOST_WAITING, Background
 from megacore.observe.trackers.tensorboard import TensorBoard
 from megacore.observe.trackers.tracker import RunInfo
-from megacore.observe.trackers.wandb_run import ID_FILE
+from megacore.observe.trackers.wandb_run import ID_FILE, WandbRun
+from megacore.parallel.heartbeat import Phase
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.train import metrics
+from megacore.train import metrics, trainer
 from megacore.train.callbacks import Callback, Event, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
@@ -142,8 +144,11 @@ def test_a_record_is_that_of_the_slowest_rank_on_every_rank(tmp_path: Path) -> N
 
 
 def test_a_sink_collects_what_is_logged(tmp_path: Path) -> None:
+    """Sinks that close slowly have the budget of the exit, not that of a step."""
     sink, diary = Collect(), Diary()
-    run(tmp_path, sink, diary)
+    with patch.object(trainer, "section", wraps=trainer.section) as entered:
+        run(tmp_path, sink, diary)
+    entered.assert_called_once_with(Phase.EXIT)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = [record for record in records if "train/loss" in record]
     assert sink.columns["step"] == [2, 4]
@@ -356,6 +361,11 @@ def test_every_tracker_has_every_record_and_a_resumed_run_continues_them(tmp_pat
     numbers = {key: [(r["step"], fp32(r[key])) for r in written if key in r] for key in keys}
     assert scalars(tmp_path / "board") == numbers
     (checkpoint, _) = sorted(published(tmp_path))
+    (tmp_path / "board" / ID_FILE).write_text("../../etc\n")  # damaged: it would be a part of paths
+    resumed: Any = SimpleNamespace(output_dir=tmp_path / "board", first_step=2, config=LoggingConfig())
+    with patch.dict("sys.modules", wandb=Mock()):
+        WandbRun(LoggingConfig(wandb_project="a project")).open(resumed)
+    assert re.fullmatch("[0-9a-f]{8}\n", (tmp_path / "board" / ID_FILE).read_text())
     written = train(tmp_path, **settings, load=str(checkpoint))
     assert rows(tmp_path) == written
     assert [row["step"] for row in written] == [1, 2, 2, 3, 4, 4]

@@ -115,7 +115,7 @@ def test_a_process_that_sees_one_device_takes_it_whatever_its_local_rank(acceler
 def refusals(monkeypatch: pytest.MonkeyPatch, *devices: str) -> list[str]:
     """What each rank says of these devices, of which each is torch's name of its kind and its identity, or a reason why
     there is none."""
-    store, identities = dist.HashStore(), dict[torch.device, str | None]()
+    shared, identities = dist.HashStore(), dict[torch.device, str | None]()
     monkeypatch.setattr(mesh, "identity_of", identities.get)
 
     def compare(rank: int) -> str:
@@ -126,10 +126,13 @@ def refusals(monkeypatch: pytest.MonkeyPatch, *devices: str) -> list[str]:
             identities[device := torch.device(kind, rank)] = identity or None
             return device
 
+        store = mock.Mock(wraps=shared)
         try:
             agree_on_devices(store, rank, len(devices), select)
         except ConfigError as error:
             return str(error)
+        # What a rank reads does not grow with the number of ranks.
+        assert (store.get.call_count, store.multi_get.call_count) == (1, rank == 0)
         return ""
 
     with ThreadPoolExecutor(len(devices)) as ranks:

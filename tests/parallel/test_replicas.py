@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,13 +23,14 @@ from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, Precis
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption, TrainingStopped
 from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
-from megacore.observe.bit_hash import bit_hash
+from megacore.observe.bit_hash import bit_hash, odd_numbers
 from megacore.observe.replay import Replay
 from megacore.ops.fp8 import Quantised, quantise
 from megacore.parallel import fp8
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.heartbeat import Channel, Current
 from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.transport import Send, Transport
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
@@ -48,6 +50,10 @@ from tests.unit.watch_records import identity
 
 
 def test_every_single_bit_and_every_swap_changes_the_hash() -> None:
+    weights = odd_numbers(0, 1 << 14, torch.device("cpu"))
+    assert (weights % 2 == 1).all() and len(
+        (weights & (2**33 - 1)).unique()
+    ) == 1 << 14  # what the promise of swaps needs
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
     expected, bits = bit_hash(values).item(), values.view(torch.int32)
     draw = random.Random(1)
@@ -388,6 +394,10 @@ def test_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> None:
     file.write_text(",".join(f"0F{i},0I{i}" for i in range(4)) + ",0W1,0W0,0W2,0W3\n")
     own = make_config((1, 1, 1), tmp_path / "out", replay_interval=5, schedule_csv=str(file))
     make_trainer(own, build_mesh(own.parallel))  # one stage: any microbatch may be the first
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1I0,1I1,1W1,1W0\n")  # the last stage begins with another one
+    model = SimpleNamespace(runtime=SimpleNamespace(schedule=lambda *_, **__: load_schedule(file)))
+    with pytest.raises(ConfigError, match="needs one microbatch that comes first in the backward of every stage"):
+        Replay(model, own, build_mesh(own.parallel))
 
 
 # ---- one rank differs ------------------------------------------------------------------------------------------------

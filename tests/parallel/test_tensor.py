@@ -179,6 +179,12 @@ def test_parallel_layers_are_their_twins(size: int) -> None:
     run_distributed(every_layer, size, stay=True)
 
 
+def test_an_indivisible_width_is_refused() -> None:
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        with pytest.raises(ValueError, match="13 does not divide over 4"):
+            layer(13, 13, group=Group(ranks=(0, 1, 2, 3)))
+
+
 def test_a_target_that_no_id_is_gives_nan() -> None:
     targets = torch.tensor([0, 9, -1, 5])
     loss = cross_entropy(seeded(4, 12), targets, share=vocabulary_share(9))

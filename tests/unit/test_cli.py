@@ -78,7 +78,12 @@ def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeyp
     assert problems(refuse(*GOOD, checks=[refused])) == ["first", "second"]
     as_rank(monkeypatch, 1, 1, 2)
     parse(*GOOD, checks=[refused])  # not this rank's to check
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
     assert refuse(*GOOD, vocabulary=unreadable) == ""
+    as_rank(monkeypatch, 4, 0, 8)  # the first of another node
+    assert refuse(*GOOD, "--tp", "3") == ""
+    assert len(slept) == 2  # each waits for the one that speaks
     assert len(seen) == 1
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -232,6 +233,9 @@ def test_chunks_against_a_loop_over_sentences(tmp_path: Path) -> None:
                 real = real[count:]
         made = sentence_chunks(indexed, range(len(sizes)), target=target)
         assert list(zip(*(made[name].tolist() for name in ("first", "stop", "document")), strict=True)) == expected
+        with mock.patch("megacore.data.bert.text._BLOCK", rng.choice([1, 7])):  # read in parts
+            parts = sentence_chunks(indexed, range(len(sizes)), target=target)
+        assert all(np.array_equal(made[name], parts[name]) for name in made)
         assert paired_documents(indexed, range(len(sizes))) == min(2, len({document for *_, document in expected}))
 
 
@@ -490,6 +494,7 @@ def test_rates_are_those_asked_for(way: dict[str, Any], prob: float, length: int
         count["kept"] += int((changed[chosen] == tokens[chosen]).sum())
     assert within(count["chosen"], count["text"], prob)
     assert within(count["masked"], count["chosen"], 0.8)
+    assert masking(0.99, **way).choose(np.full(300, 7), None, rng).sum() >= 290  # nearly everything can be masked
     # A random token is now and then the same one.
     assert within(count["kept"], count["chosen"], 0.1 + 0.1 / (SMALL_VOCAB - 5))
 

@@ -370,6 +370,10 @@ def test_a_sample_of_one_document_is_cut_and_says_so(tmp_path: Path) -> None:
     assert (report.documents, report.samples, report.longer) == (len(useful), len(useful), longer)
     assert report.cut == pytest.approx(sum(max(len(d) - 9, 0) for d in useful) / sum(map(len, useful)))
     assert report.padding == pytest.approx(sum(int((s["tokens"] == 0).sum()) for s in samples) / (8 * len(useful)))
+    # A blend weighs what its datasets say.
+    parts = [packed(dataset_of(tmp_path, seed, lengths)[0], "none", 40) for seed, lengths in ((8, [2]), (9, [9]))]
+    blend = BlendedDataset(parts, blend_index([1.0, 3.0], 40))
+    assert blend.packing is not None and blend.packing.padding == pytest.approx(0.75 / 4)
 
 
 @pytest.mark.parametrize("packing", ["none", "best-fit"])

@@ -55,7 +55,7 @@ from megacore.config import AdamWConfig, CheckpointConfig, Config, ModelConfig, 
 from megacore.convert.publish import published
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
-from megacore.files import GrowingFile, read_bounded, replace_bytes, replacing
+from megacore.files import GrowingFile, naming, read_bounded, replace_bytes, replacing
 from megacore.observe.sinks import keep_until
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.progress import Bars, Progress
@@ -86,6 +86,8 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
 
     with pytest.raises(OSError, match=r"No space left on device: .*/a\.json"):
         meet_a_full_disk()
+    with pytest.raises(OSError, match="'first'"), naming(Path("second")):  # a name that is known stays
+        raise OSError(errno.EIO, "broken", "first")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.json"]
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import compare, gpu
 from benchmarks.comparison.job import ONE, Layout, Sizes, layout_of
 from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
 from benchmarks.gpu import Outcome, Part, run_parts
@@ -181,6 +182,14 @@ def test_losses_that_differ_are_named(results: Results) -> None:
     results.rows.append(row("megatron-core", ONE, [1.0], [4.0, 3.01]))
     ((found, apart),) = results.disagreements()
     assert found.side == "megatron-core" and apart == pytest.approx(0.01 / 3)
+
+
+def test_a_run_that_is_ended_early_leaves_its_tables(tmp_path: Path) -> None:
+    """A mode that is given twice counts once."""
+    with mock.patch.object(compare.Comparison, "measure", side_effect=[None, None, KeyboardInterrupt]) as measure:
+        assert compare.main(["--ranks", "4", "--peers", "torch", "--modes", "dp,dp", "--output", str(tmp_path)]) == 130
+    assert [call.args[0].ranks for call in measure.call_args_list] == [1, 2, 4]
+    assert (tmp_path / "results.md").is_file()
 
 
 @pytest.mark.parametrize("program", ["compare.py", "many_ranks.py"])

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.config.bert import ResolvedBert
-from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.convert.plan import ExpertsStep, make_plan, model_layers, model_shapes, their_shapes
 from megacore.errors import CheckpointError
@@ -22,6 +21,7 @@ from megacore.models.hf.families import FAMILIES, describe_model, family_of
 from megacore.models.hf.family import Family, same_bert
 from megacore.models.outline import gpt_outline
 from megacore.pipeline.stage import Stage
+from tests.parity.test_initialization import preset as model_of_preset
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("hf_configs.json").read_text())
 SMALL: dict[str, dict[str, Any]] = TABLES["small"]
@@ -86,12 +86,7 @@ def test_there_and_back(model_type: str) -> None:
 
 @pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
-    def section(kind: type[Any]) -> Any:
-        return kind(**{name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(kind)})
-
-    config: ModelConfig = section(ModelConfig)
-    model = config.resolve(seq_length=1024, experts=section(ExpertsConfig).resolve(config.inner_size))
-    family, described = describe_model(model, None)
+    family, described = describe_model(model_of_preset(preset), None)
     assert described["model_type"] == family.model_type
     assert family.has_experts == ("num_experts" in GPT_PRESETS[preset])
 

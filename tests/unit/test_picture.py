@@ -164,6 +164,8 @@ def test_the_pictures_of_the_documentation_are_current(command: str, tmp_path: P
 def test_the_terminal_of_the_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(plain("1f1b", 4, 8)) == 0
     assert f"```text\n{capsys.readouterr().out}```\n" in (ROOT / "docs/explain/schedules.md").read_text()
+    assert main(plain("1f1b", 12, 64)) == 0  # more than there is room for
+    assert {len(line) for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")} == {80}
 
 
 # ---- refusals
@@ -251,6 +253,9 @@ def test_a_trace_that_cannot_be_right_is_refused(
     output, errors = capsys.readouterr()
     assert output == "" and errors.count("\n") == 1
     assert said in errors
+    (tmp_path / "t.json").write_text("[" * 200_000)
+    assert main(["--from-trace", str(tmp_path / "t.json")]) == 2
+    assert NOT_ONE in capsys.readouterr().err
 
 
 def test_clocks_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,6 +357,10 @@ def test_a_frontier_has_no_two_layouts_that_are_alike() -> None:
     assert [layout.seconds for layout in found.frontier] == [1.004, 1.2, 2.0]
     assert numbers_in(found) == "1.0 1.2 1.4 1.6 1.8 2.0 4,000 5,000 6,000 7,000 8,000 9,000 1 2 3"
     assert numbers_in(dataclasses.replace(found, layouts=found.layouts[:1])).startswith("0.6 0.8 1.0 1.2 1.4 ")
+    many = frontier_picture(found_of([(1.05**n, 9 - 0.4 * n) for n in range(15)] + [(5000.0, 9.5)] * 1200)).marks
+    texts = " ".join(mark.text for mark in many if isinstance(mark, Words))
+    assert "of 15 layouts, the 12 fastest with a number" in texts
+    assert "not drawn: 1,200 that take more than 4 times the fastest" in texts
     curves("losses that are not finite", [Curve(title="", points=[(1, math.nan), (2, math.inf)])], x_title="")
 
 

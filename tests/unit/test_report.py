@@ -52,6 +52,12 @@ def test_a_fresh_run_sets_the_earlier_metrics_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2"]
 
 
+def test_a_resumed_run_does_not_double_steps(tmp_path: Path) -> None:
+    write(tmp_path, 0, *({"step": step} for step in range(1, 7)))
+    write(tmp_path, 2, {"step": 3})
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     write(tmp_path, 0, {"step": 1, "train/loss": math.nan, "train/grad_norm": math.inf, "train/lr": 0.1})
     found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: name)
