@@ -207,15 +207,11 @@ class _Area(NamedTuple):
         return self.y + self.height * (1 - (low + size) / self.top), self.height * size / self.top
 
 
-def _constant(rank: RankMemory) -> float:
-    """Bytes that a rank holds all the time."""
-    return rank.expected - rank.activations - rank.working
-
-
 def _memory_row(
     drawing: Drawing, plan: Plan, rank: RankMemory, changes: Sequence[Held], *, unit: SizeUnit, area: _Area
 ) -> None:
-    base, middle, end_of_pass = _constant(rank), area.y + area.height / 2, area.scale.end
+    base = rank.expected - rank.activations - rank.working  # held all the time
+    middle, end_of_pass = area.y + area.height / 2, area.scale.end
 
     def layer(start: float, end: float, low: float, size: float, fill: str, note: str) -> None:
         if size > 0 and end > start:

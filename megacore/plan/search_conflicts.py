@@ -86,7 +86,8 @@ def conflicts(
     def is_possible(given: Sequence[_Given]) -> bool:
         return next(layouts(given), None) is not None
 
-    given = needed = _all_of(constraints)
+    kinds = zip(_KINDS, (constraints.fixed, constraints.least, constraints.most), strict=True)
+    given = needed = [_Given(kind, name, value) for kind, values in kinds for name, value in values.items()]
     if config.model.experts is None:
         idle = (one for one in given if one.name in ("ep", "etp"))
         yield from (f"{one} has no effect without experts: leave it out, or use --num-experts" for one in idle)
@@ -99,7 +100,7 @@ def conflicts(
     for one in given:
         if not is_possible(others := _without(needed, one)):
             needed = others
-    possible = {one: set(_values(layouts(_without(given, one)), one.name)) for one in needed}
+    possible = {one: {_value(choice, one.name) for choice in layouts(_without(given, one))} - {None} for one in needed}
     ways = [one.flag_with(_nearest(one, values)) for one, values in possible.items() if values] + ways
     if not ways:
         nearest = min(layouts([]), key=lambda choice: sum(one.distance(choice) for one in given))
@@ -168,12 +169,6 @@ def _other_sizes(
         yield f"--global-batch-size {one_of(batches)}"
 
 
-def _all_of(constraints: Constraints) -> list[_Given]:
-    sources = constraints.fixed, constraints.least, constraints.most
-    pairs = zip(_KINDS, sources, strict=True)
-    return [_Given(kind, name, value) for kind, values in pairs for name, value in values.items()]
-
-
 def _with(constraints: Constraints, given: Sequence[_Given]) -> Constraints:
     """The constraints with only these."""
     fixed, least, most = ({name: value for kind, name, value in given if kind == one} for one in _KINDS)
@@ -182,11 +177,6 @@ def _with(constraints: Constraints, given: Sequence[_Given]) -> Constraints:
 
 def _without(given: Sequence[_Given], one: _Given) -> list[_Given]:
     return [other for other in given if other is not one]
-
-
-def _values(choices: Iterable[Choice], name: str) -> Iterator[Any]:
-    """The values of a field."""
-    return (value for choice in choices if (value := _value(choice, name)) is not None)
 
 
 def _value(choice: Choice, name: str) -> Any:

@@ -210,7 +210,8 @@ def update_buckets(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cp
     shards, copies = shard_ranks(config.parallel), expert_copies(config.parallel)
     matrices = of_chunk(config, chunk, on_cpu=on_cpu)
     (held,) = held_by_layer([chunk])
-    limit = _bucket_bytes(config, held)
+    # Bytes of fp32 that fill a bucket: as given, or a quarter of the stage, at four bytes for each parameter.
+    limit = min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
     if shards == copies == 1:
         yield from (_bucket(members, 1) for members in _among_others(matrices, held, limit))
         return
@@ -277,11 +278,6 @@ def _by_layer(matrices: Iterable[tuple[int, Matrix]]) -> dict[int, list[Matrix]]
     for layer, matrix in matrices:
         found.setdefault(layer, []).append(matrix)
     return found
-
-
-def _bucket_bytes(config: ResolvedConfig, held: Sequence[int]) -> int:
-    """At which a bucket is full in a small replica group, or a quarter of the stage; of fp32."""
-    return min(int(config.parallel.bucket_size_mb * 2**20), sum(held))
 
 
 def of_chunk(config: ResolvedConfig, chunk: Sequence[ModelLayer], *, on_cpu: bool) -> list[tuple[int, Matrix]]:
