@@ -41,8 +41,9 @@ from megacore.errors import UserError
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult, TrainStep
-from megacore.verify.command import make_parser, request_of, run_rank
 from megacore.verify.defects import BY_NAME, Defect
+from megacore.verify.ranks import run_rank
+from megacore.verify.request import make_parser, request_of
 from megacore.verify.run import UnevenData
 from tests.distributed import RankFailed, run_distributed
 from tools.generated_pages import bring_up_to_date

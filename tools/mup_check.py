@@ -22,19 +22,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for a bare checkout, which nothing has installed
 
-import torch
-from torch import Tensor
-
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, TrainingConfig
-from megacore.data.gpt.mock import MockDataset
-from megacore.data.loading.loader import Microbatch
 from megacore.drawing.canvas import require_writable, save
 from megacore.drawing.curves import Curve, curves
 from megacore.errors import UserError
-from megacore.parallel.mesh import Mesh
-from megacore.train.gpt_task import GPTTask
-from megacore.train.step import TrainStep
 
 _LAYERS, _VOCAB, _SEQUENCE, _BATCH, _HEAD = 2, 64, 32, 8, 16
 QUANTITIES = ("hidden states", "logits")
@@ -78,6 +70,28 @@ def changes(width: int, base: int | None, *, steps: int, lr: float, optimizer: s
         lr: learning rate, at the base width.
         optimizer: its name.
     """
+    import torch  # a wrong flag is refused before these are loaded
+
+    from megacore.data.gpt.mock import MockDataset
+    from megacore.data.loading.loader import Microbatch
+    from megacore.parallel.mesh import Mesh
+    from megacore.train.gpt_task import GPTTask
+    from megacore.train.step import TrainStep
+
+    def batch(number: int) -> Microbatch:
+        samples = [data[number * _BATCH + place] for place in range(_BATCH)]
+        names = ("tokens", "labels", "loss_mask")
+        tensors = {name: torch.stack([torch.from_numpy(sample[name]) for sample in samples]) for name in names}
+        return Microbatch(index=number, **tensors)
+
+    @torch.no_grad()
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states after the last block, and logits, of the first batch."""
+        (stage,), x = trained.model.chunks, batch(0).tokens
+        for index in range(len(stage.layers)):
+            hidden, x = x, stage.run_layer(index, x)
+        return hidden.float(), x[..., :_VOCAB].float()
+
     with tempfile.TemporaryDirectory() as directory:
         values = {
             "num_layers": _LAYERS, "hidden_size": width, "num_attention_heads": width // _HEAD, "vocab_size": _VOCAB,
@@ -90,30 +104,12 @@ def changes(width: int, base: int | None, *, steps: int, lr: float, optimizer: s
         mesh = Mesh(device=torch.device("cpu"))
         trained = TrainStep(GPTTask(config, mesh), config, mesh)
         data = MockDataset(_VOCAB, _SEQUENCE, _BATCH * (steps + 1), config.training.seed)
-        batches = [_batch(data, first) for first in range(0, len(data), _BATCH)]
-        before = _outputs(trained, batches[0])
-        for batch in batches[1:]:
-            trained.compute_gradients([batch])
+        before = outputs()
+        for number in range(1, steps + 1):
+            trained.compute_gradients([batch(number)])
             trained.update_weights()
-        pairs = zip(_outputs(trained, batches[0]), before, strict=True)
-        hidden, logits = (float((after - first).abs().mean()) for after, first in pairs)
+        hidden, logits = (float((after - first).abs().mean()) for after, first in zip(outputs(), before, strict=True))
     return hidden, logits
-
-
-def _batch(data: MockDataset, first: int) -> Microbatch:
-    samples = [data[first + number] for number in range(_BATCH)]
-    names = ("tokens", "labels", "loss_mask")
-    tensors = {name: torch.stack([torch.from_numpy(sample[name]) for sample in samples]) for name in names}
-    return Microbatch(index=first // _BATCH, **tensors)
-
-
-@torch.no_grad()
-def _outputs(training: TrainStep, batch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Hidden states after the last block, and logits."""
-    (stage,), x = training.model.chunks, batch.tokens
-    for index in range(len(stage.layers)):
-        hidden, x = x, stage.run_layer(index, x)
-    return hidden.float(), x[..., :_VOCAB].float()
 
 
 if __name__ == "__main__":

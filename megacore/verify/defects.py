@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from megacore.config import ResolvedConfig
@@ -19,8 +19,9 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
 from megacore.config.reproducible import canonical_blocks
 from megacore.pipeline.schedule_file import placement
-from megacore.train.step import TrainStep
-from megacore.verify import faults
+
+if TYPE_CHECKING:
+    from megacore.train.step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Defect:
     def planted(self, steps: TrainStep | None) -> Iterator[None]:
         """The mistake is made inside, in a model that is built and loaded; with None also where models are built, by a
         fault that asks nothing of one."""
+        from megacore.verify import faults
+
         fault = partial(getattr(faults, self.fault), **self.options)
         with ExitStack() as stack:
             for call in self.calls or ():

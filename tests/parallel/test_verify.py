@@ -30,11 +30,13 @@ from megacore.pipeline.schedule import build_schedule
 from megacore.train import gpt_task
 from megacore.train.step import TrainStep
 from megacore.verify import faults, reference
-from megacore.verify.command import Request, main, make_parser, request_of, run_rank
+from megacore.verify.command import main
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.narrow import narrow, one_process
+from megacore.verify.ranks import run_rank
 from megacore.verify.reference import Reference
+from megacore.verify.request import Request, make_parser, request_of
 from megacore.verify.run import Key, Piece, Record, assemble
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config
