@@ -329,15 +329,19 @@ def _idle_flags(flags: Given, config: Config) -> list[str]:
 def _without_value(flags: Given, config: Config, unread: set[str]) -> Iterator[str]:
     """Parameters that have the value which they have anyway, after a flag that no source gives one, or of an optimizer
     that is not chosen. Of other values, rules say so."""
-    infos, every, idle = flags_by_name(type(config)), all_fields(type(config)), set(idle_optimizers(config))
-    for spelled in (name for name in dict.fromkeys(flags.names) if " " in name and name in infos):
-        info, owner, fields = infos[spelled], infos[spelled.partition(" ")[0]], fields_of_parameter(spelled)
-        is_read = not {owner.name, info.name, "config"} & (flags.unread | unread)
-        if not is_read or any(config.value(name) != every[name].default for name in fields):
+    kind, idle = type(config), set(idle_optimizers(config))
+    infos, every = flags_by_name(kind), all_fields(kind)
+    for spelled in (name for name in dict.fromkeys(flags.names) if name in infos and infos[name].owner in every):
+        info, owner = infos[spelled], every[str(infos[spelled].owner)]
+        sections = {name: section_of(kind, name) for name in fields_of_parameter(spelled) or (info.name,)}
+        if {owner.name, info.name, "config"} & (flags.unread | unread) or any(
+            name in getattr(config, section).set_fields for name, section in sections.items()
+        ):
             continue
-        if owner.kind is not bool and info.needs and info.needs.owner == owner.name and not config.value(owner.name):
+        needs_value = " " in spelled and owner.kind is not bool and info.needs and info.needs.owner == owner.name
+        if needs_value and not config.value(owner.name):
             yield f"{spelled} has no effect without a value of {owner.flag}: leave it out"
-        elif {section_of(type(config), name) for name in fields} <= idle:
+        elif set(sections.values()) <= idle:
             yield f"{spelled} has no effect with --optimizer {config.optimizer.optimizer}: leave it out"
 
 

@@ -20,7 +20,7 @@ def _groups(c: Settings) -> Iterator[str]:
         return
     if chosen is None:
         yield f"--moe-router-num-groups {groups} needs --moe-router-num-groups topk: use 1 to {groups}"
-    elif chosen > groups:
+    elif chosen > groups or experts % groups:
         return  # another rule says it
     elif c.moe_router_group_best is None and c.moe_router_topk % chosen:
         yield Problem(

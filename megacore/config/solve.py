@@ -98,7 +98,11 @@ class _Group:
             several = f"choose other values of {', '.join(others)} and {last} together"
             words = [several if others else f"choose another value of {last}"] if last else []
             words = words or [way.text for way in problem.ways if isinstance(way, Change)]
-        return message(problem.said, [*words, *in_prose][:_MOST_WAYS])
+        # A rule may mean first what cannot be tried: --pretrained-checkpoint DIR, with which adapters are trained.
+        is_meant = any(way.text in in_prose for way in problem.ways[:1] if isinstance(way, Change))
+        gives_up = all(way.startswith("leave ") for way in words)
+        ways = [*in_prose, *words] if is_meant and gives_up else [*words, *in_prose]
+        return message(problem.said, ways[:_MOST_WAYS])
 
     @cached_property
     def nearest(self) -> Changes:
