@@ -27,8 +27,10 @@ CAUSES = {
 }
 """What a step's line tells, in the order in which a step makes it, and what is to blame where it is the first to
 differ."""
-# Without --reproducible: how far a loss and a norm may be from each other, relative. As the layouts' tests allow.
+# Without --reproducible: how far a loss and a norm may be from each other, relative, for each step since the weights
+# were the same. As the layouts' tests allow.
 _ROUNDING = {"fp32": {"loss": 1e-5, "norm": 1e-4}, "16 bits": {"loss": 2e-3, "norm": 3e-2}}
+_MOST_STEPS = 100  # for which it grows: a loss of fp32 is then 0.1% away
 _NO_STATE = in_hex(0)
 
 
@@ -205,14 +207,16 @@ def uncovered(directory: Location, history: History) -> set[str]:
     return read_manifest(directory).tensors.keys() - history.start.record["state"].keys()
 
 
-def first_difference(history: History, line: Line, other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What of two lines of a step differs first, and how in words. `other`: the record of the other one."""
+def first_difference(history: History, line: Line, other: Mapping[str, Any], since: int) -> tuple[str, str] | None:
+    """What of two lines of a step differs first, and how in words. `other`: the record of the other one. `since`: the
+    step after which the weights were the same."""
     rounding, one = history.rounding_of(line), line.record
+    near = {name: min(line.step - since, _MOST_STEPS) * each for name, each in (rounding or {}).items()}
     for name, cause in CAUSES.items():
         here, there = one.get(name), other.get(name)
         if here == there or (name in ("data", "state") and None in (here, there)):
             continue
-        if rounding is not None and (name == "state" or _near(here, there, rounding.get(name))):
+        if rounding is not None and (name == "state" or _near(here, there, near.get(name))):
             continue
         tensors = history.which_tensors(one, other) if name == "state" else ""
         return name, f"{name} {_shown(name, here)} and {_shown(name, there)}: {cause}{tensors}"

@@ -172,7 +172,7 @@ def _different(history: History, other: History) -> Generator[str, None, int | N
     last, near = None, False
     for step in common:
         here, there = history.steps[step], other.steps[step]
-        if found := first_difference(history, here, there.record):
+        if found := first_difference(history, here, there.record, history.start_of(here).step):
             equal = "" if last is None or found[0] != "state" else f", and equal after step {last}"
             yield f"step {step} (lines {here.number} and {there.number}){equal}: {found[1]}"
             for fact in different_facts(history.facts_of(history.start), other.facts_of(other.start)):

@@ -5,6 +5,7 @@ which one, what it was, and on which rank."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from megacore.audit.check import History, in_ranges
 from megacore.audit.ledger import Line
 from megacore.audit.recorder import StepRecords
 from megacore.audit.state_hash import name_factor
+from megacore.checkpoint.save import CheckpointSaver
 from megacore.commands import pretrain_bert, pretrain_gpt
 from megacore.config import ResolvedConfig
 from megacore.config.bert import ResolvedBertConfig
@@ -53,11 +55,15 @@ class Narrowing:
         self._compares = compares and mesh.world.size > 1
         is_alone = self._compares and mesh.world.is_first
         self._alone = trainer_of(one_process(trainer.config), Mesh(device=mesh.device)) if is_alone else None
+        self._saver = CheckpointSaver(trainer.config, mesh)
+        self._start = trainer.step
         self._pieces: Sequence[Piece] = ()
         self._expected = Record()  # of one process
 
     def train_step(self, number: int, masks: Masks) -> StepResult:
         """Take the next step, and keep what it computes."""
+        if self._compares and self._rounding and self._trainer.step > self._start:
+            self._catch_up()
         if (alone := self._alone) is not None:
             recorder = Recorder(alone.train_steps)
             with masks(alone.config), recorder.watching():
@@ -72,6 +78,16 @@ class Narrowing:
             result = recorder.keep_step(number, take)
         self._pieces = recorder.pieces
         return result
+
+    def _catch_up(self) -> None:
+        """Give one process the state of the layout, from which rounding would lead it further with each step."""
+        self._trainer.model.data_parallel.ready()
+        self._saver.begin(self._trainer.state())
+        saved = self._saver.finish()
+        assert saved is not None
+        if self._alone is not None:
+            self._alone.train_steps.load(saved.path)
+            shutil.rmtree(str(saved.path))
 
     def causes(self, line: Line, record: Mapping[str, Any], different: bool) -> list[str]:
         """What of the last step is wrong, in lines; none where all agrees. `line`: the ledger's. `record`: of the step

@@ -141,7 +141,7 @@ def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed,
             else:
                 result = narrowing.train_step(done.step, partial(masks, line))
             record = records.completed(*records.of(result, with_state="state" in line.record))
-            different = first_difference(history, line, record)
+            different = first_difference(history, line, record, save.step)
             causes = [] if narrowing is None else narrowing.causes(line, record, different is not None)
             if different or causes:
                 what = different[1] if different else "agrees with the layout, which does not agree with one process"
