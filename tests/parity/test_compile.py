@@ -123,9 +123,9 @@ layers/attention layers/block layers/norm
 models/gpt
 ops/activation ops/attention ops/dispatch ops/loss ops/norm
 optim/adamw optim/lr_schedules optim/optimizer optim/spikes optim/update
-parallel/sequence parallel/tensor
+parallel/tensor
 pipeline/runtime pipeline/stage
-train/callbacks train/gpt_task train/step train/stopping train/task train/trainer
+train/callbacks train/gpt_task train/step train/stopping train/trainer
 parallel/heartbeat
 zero/bucket zero/data_parallel
 """

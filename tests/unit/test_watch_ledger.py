@@ -521,6 +521,7 @@ def test_the_first_node_puts_all_ranks_together_and_its_verdict_reaches_the_othe
     monkeypatch.setattr(nodes.time, "sleep", lambda seconds: None)
     assert second.verdict() is None
     first.pronounce("megacore: hang at step 7")
+    first.store.check(["anything"])  # a store answers after it has taken what was set before
     assert second.verdict() == "megacore: hang at step 7"
 
 
