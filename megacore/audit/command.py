@@ -22,8 +22,8 @@ from megacore.audit.check import (
 )
 from megacore.audit.commits import commits_since, first_change
 from megacore.audit.ledger import FILE, BrokenLedger
-from megacore.audit.replay import replay
-from megacore.checkpoint.directory import MANIFEST_NAME, published
+from megacore.audit.replay import checkpoints_in, replay
+from megacore.checkpoint.manifest import read_manifest
 from megacore.commands.tool import PassingParser, positive, require_none, run_tool
 from megacore.config.cli import printable
 from megacore.config.flags import flags_by_name, read_flags
@@ -51,6 +51,8 @@ class _Parser(PassingParser):
             problems.append(known_as.removesuffix(" (--help all lists flags)"))
         if known.flags and not problems and known.replay is None and known.bisect is None:
             problems.append(f"{known.flags[0]} goes with --replay STEP, as in --replay 100")
+        if "load" in read_flags(known.flags).values:
+            problems.append("--load is not of the layout: name the checkpoint to begin with by --checkpoint DIR")
         if known.against is not None and known.bisect is None:
             problems.append(f"--against {known.against} goes with --bisect, as in --bisect --against {known.against}")
         if known.replay is not None and known.bisect:
@@ -120,13 +122,17 @@ def _audit(args: Namespace) -> Iterator[str]:
             print(f"  not computed again: {error}")
         return
     _print_summary(history)
-    missing = set[str]()
-    for directory in _checkpoints(args):
+    missing, checkpoints = set[str](), _checkpoints(args)
+    for directory in checkpoints:
         problems = list(checkpoint_problems(directory, history))
         yield from problems
         if not problems:
             print(f"  {directory.name}: every tensor is what the ledger says")
             missing |= uncovered(directory, history)
+    if args.checkpoint is None and Path(args.run).is_dir():
+        there = {read_manifest(directory).step for directory in checkpoints}
+        if gone := {save.step for digest, save in history.saves.items() if digest not in history.gone} - there:
+            print(f"  not there: checkpoints of step {in_ranges(gone)}, which the run saved")
     print(f"  not covered: {', '.join([*sorted(missing), _NEVER])}")
 
 
@@ -148,8 +154,7 @@ def _checkpoints(args: Namespace) -> list[Location]:
     """Those to check, in the order of their publication: by default the run's, if it is a directory."""
     if args.checkpoint is None and not Path(args.run).is_dir():
         return []
-    given = usable(args.checkpoint or args.run)
-    found = [given] if (given / MANIFEST_NAME).is_file() else [*published(given)][::-1]
+    found = checkpoints_in(usable(args.checkpoint or args.run))[::-1]
     if args.checkpoint is not None and not found:
         raise UserError(f"--checkpoint {args.checkpoint} holds none: give a step_NNNNNNNN directory, or a run's")
     return found
@@ -200,8 +205,12 @@ def _replayed(history: History, steps: range, args: Namespace) -> Iterator[str]:
     if done.not_narrowed:
         print(f"  not compared with one process: {done.not_narrowed}")
     if not done.problems:
-        near = any(history.rounding_of(history.steps[step]) for step in steps)
-        how = "to rounding, because the run is not --reproducible" if near else "bit for bit"
+        if any(history.rounding_of(history.steps[step]) for step in steps):
+            how = "to rounding, because the run is not --reproducible"
+        elif done.compared:
+            how = f"bit for bit, weights and moments after step {in_ranges(done.compared)}"
+        else:
+            how = "bit for bit in loss and norm: the ledger has no weights and moments of these steps"
         print(f"{history.path}: steps up to {steps[-1]}, computed again, agree {how}")
     if args.against is not None:
         words = [args.run, "--replay", str(done.step), *(["--checkpoint", args.checkpoint] if args.checkpoint else [])]

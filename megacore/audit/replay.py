@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megacore.audit.check import History, different_facts, first_difference, in_
 from megacore.audit.ledger import Line
 from megacore.audit.narrow import Narrowing, trainer_of
 from megacore.audit.recorder import StepRecords
-from megacore.checkpoint.directory import published
+from megacore.checkpoint.directory import MANIFEST_NAME, published
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.commands import pretrain_bert, pretrain_gpt
 from megacore.config import ResolvedConfig, sections_of
@@ -55,6 +55,7 @@ class Replayed:
     problems: list[str]  # what differs, on the first rank; none where all agrees
     step: int  # the last one that was taken; where what it begins with is wrong, the first one
     status: int = 0  # exit status of the computation
+    compared: list[int] = field(default_factory=list)  # after which steps the state was compared, bit for bit
     not_narrowed: str = ""  # why the layout was not compared with one process, if it was asked for
 
 
@@ -83,8 +84,9 @@ def replay(history: History, steps: range, run: Location, flags: Sequence[str], 
         configs = [_config_of(part, history, work, flags) for part in parts]
         for before, part, config in zip([None, *parts], parts, configs, strict=False):
             if before is not None:
-                other = f"other settings ({'; '.join(different_facts(before.settings, part.settings))})"
-                print(f"  steps up to {before.steps[-1]} agree; from step {part.steps[0]} on with {other}")
+                other = "; ".join(different_facts(before.settings, part.settings))
+                what = f"other settings ({other})" if other else "other samples"
+                print(f"  steps up to {before.steps[-1]} agree; from step {part.steps[0]} on with {what}")
             _take(part, history, config, done, narrows=narrows)
             if done.problems or done.status:
                 break
@@ -123,6 +125,7 @@ def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed,
     if narrows and config.parallel.ranks > 1:
         why = _why_not_narrowed(history, range(save.step + 1, last + 1), config)
     done.not_narrowed = done.not_narrowed or why
+    kept = {each.step: each for digest, each in history.saves.items() if digest not in history.gone}
 
     def masks(line: Line, config: ResolvedConfig) -> AbstractContextManager[None]:
         return _masks(history.facts_of(line), config)
@@ -130,7 +133,7 @@ def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed,
     def body(config: ResolvedConfig, mesh: Mesh) -> None:
         trainer, problems = trainer_of(config, mesh), done.problems
         records = StepRecords(trainer)
-        problems.extend(_wrongly_loaded(save, records))
+        problems.extend(_otherwise(save, records))
         narrowing = Narrowing(trainer, records, history, compares=not why) if narrows else None
         while trainer.step < last and not problems:
             done.step = trainer.step + 1
@@ -147,6 +150,9 @@ def _take(part: _Part, history: History, config: ResolvedConfig, done: Replayed,
                 what = different[1] if different else "agrees with the layout, which does not agree with one process"
                 problems.append(f"step {done.step} (line {line.number}): {what}")
                 problems.extend(f"  {cause}" for cause in causes)
+            elif not history.rounding_of(line) and (done.step in kept or "state" in line.record):
+                problems.extend(_otherwise(kept[done.step], records) if done.step in kept else ())
+                done.compared.append(done.step)
         trainer.model.data_parallel.ready()
         if problems and mesh.world.is_first:
             # What of code, libraries and machine is not what it was. Settings may be others, and the program is.
@@ -161,10 +167,10 @@ def _parts(history: History, steps: range, run: Location) -> list[_Part]:
     """The steps of each settings. Raises UserError where a line is missing, or a checkpoint to begin with."""
     stretches = _stretches(history)
     cuts = [(range(max(each.start, steps.start), min(each.stop, steps.stop)), each, said) for each, said in stretches]
-    if missing := [number for number in steps if number not in history.steps]:
+    if missing := [*_gaps(steps, history.steps)]:
         ways = " or ".join(f"--replay {part.start}-{part[-1]}" for part, _, _ in cuts if part)
         way = ways or f"one of {in_ranges(history.steps)}"
-        raise UserError(f"{history.path} has no line of step {in_ranges(missing)} that counts: use {way}")
+        raise UserError(f"{history.path} has no line of step {', '.join(missing)} that counts: use {way}")
     parts = list[_Part]()
     for part, stretch, settings in cuts:
         if not part:
@@ -176,7 +182,8 @@ def _parts(history: History, steps: range, run: Location) -> list[_Part]:
         if (first := stretch.start) > save.step + 1:  # what lies between cannot be computed
             why = f"has no line of step {first - 1} that counts"
             if before := next((said for each, said in stretches if first - 1 in each), None):
-                why = f"has other settings from step {first} on ({'; '.join(different_facts(before, settings))})"
+                other = "; ".join(different_facts(before, settings))
+                why = f"has other {f'settings ({other})' if other else 'samples'} from step {first} on"
             way = f"give a checkpoint of step {in_ranges(range(first - 1, part.start))} with --checkpoint"
             ends = f"use --replay {steps.start}-{part.start - 1}" if parts else "leave out --replay"
             raise UserError(f"{history.path} {why}: {way}, or {ends}")
@@ -184,8 +191,17 @@ def _parts(history: History, steps: range, run: Location) -> list[_Part]:
     return parts
 
 
+def _gaps(steps: range, known: Mapping[int, Line]) -> Iterator[str]:
+    """Those of `steps` that are not known, in words."""
+    start = steps.start
+    for number in [*sorted(filter(steps.__contains__, known)), steps.stop]:
+        if number > start:
+            yield f"{start} to {number - 1}" if number > start + 1 else f"{start}"
+        start = number + 1
+
+
 def _stretches(history: History) -> list[tuple[range, Mapping[str, str]]]:
-    """Steps one after another that were taken with the same settings, and these."""
+    """Steps one after another that were taken with the same settings, on samples one after another, and these."""
     names = {flag(name) for table in SECTIONS.keys() - {*_LAYOUT} for name in field_infos(SECTIONS[table])}
     names -= {flag(name) for name in _INERT}
     found, settings, of = list[tuple[range, Mapping[str, str]]](), dict[str, str](), dict[int, Mapping[str, str]]()
@@ -194,8 +210,11 @@ def _stretches(history: History) -> list[tuple[range, Mapping[str, str]]]:
             said = history.facts_of(line).items()
             settings = {name: text for name, text in said if name in names and text not in _OF_PATHS}
         of[line.number] = settings
+    position = -1
     for number, line in sorted(history.steps.items()):
-        if found and number == found[-1][0].stop and of[line.number] == found[-1][1]:
+        goes_on = bool(found) and number == found[-1][0].stop and line.record["samples"][0] == position
+        position = line.record["samples"][1]
+        if goes_on and of[line.number] == found[-1][1]:
             found[-1] = range(found[-1][0].start, number + 1), found[-1][1]
         else:
             found.append((range(number, number + 1), of[line.number]))
@@ -232,7 +251,7 @@ def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) ->
     return ""
 
 
-def _wrongly_loaded(save: Line, records: StepRecords) -> Iterator[str]:
+def _otherwise(save: Line, records: StepRecords) -> Iterator[str]:
     """The first tensor that is not as it was saved; all ranks call this together."""
     loaded = records.state.hashes()
     for kind, names in save.record["state"].items():
@@ -248,9 +267,11 @@ def _nearest(run: Location, step: int, history: History) -> tuple[Location, Mani
     there is none, and the run began with initial weights: any of its checkpoints, which has the settings, and the line
     of the start."""
     kept = history.saves.keys() - history.gone
-    found = [(directory, read_manifest(directory)) for directory in (published(run) or [run])]
+    found = [(directory, read_manifest(directory)) for directory in checkpoints_in(run)]
+    if not found:
+        raise UserError(f"{run} holds no checkpoint, with which a replay begins: give one with --checkpoint DIR")
     own = [(directory, manifest) for directory, manifest in found if manifest.manifest_sha256 in kept]
-    before = [pair for pair in own if pair[1].step < step]
+    before = [pair for pair in own if pair[1].step < step and _leads_on(pair[1], history)]
     first = history.start_of(history.steps[step])
     if own and not before and first.record["loaded"] is None and first.step == 0:
         return *own[0], first
@@ -259,6 +280,19 @@ def _nearest(run: Location, step: int, history: History) -> tuple[Location, Mani
         raise UserError(f"{run} has no checkpoint before step {step} as the run saved it: the ledger has steps {steps}")
     directory, manifest = max(before, key=lambda pair: pair[1].step)
     return directory, manifest, history.saves[manifest.manifest_sha256]
+
+
+def _leads_on(manifest: Manifest, history: History) -> bool:
+    """Whether the step after a checkpoint took the samples after it: a run that went back may have left some out."""
+    after = history.steps.get(manifest.step + 1)
+    return after is None or after.record["samples"][0] == manifest.consumed_samples
+
+
+def checkpoints_in(given: Location) -> list[Location]:
+    """The checkpoint itself, or those of a run, the last published first; none where there is none."""
+    if (given / MANIFEST_NAME).is_file():
+        return [given]
+    return published(given) if given.is_dir() else []
 
 
 def _settings(

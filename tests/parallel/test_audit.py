@@ -264,6 +264,7 @@ def test_a_run_that_goes_on_with_other_settings_is_computed_again_in_parts(
         (status, said), *_ = run_distributed(audited, ranks, words, init=False)
         assert status == 0 and re.search(AGREES, said) and (cut in said or steps == "6"), said
     shutil.rmtree(tmp_path / SAVED)
+    assert "not there: checkpoints of step 4, which" in audited(0, 1, [str(tmp_path)])[1]
     assert audited(0, 1, [str(tmp_path), "--replay", "3-6", "--device", "cpu"]) == (2, "")
     assert "give a checkpoint of step 4 with --checkpoint, or use --replay 3-4" in capsys.readouterr().err
     rewritten(at=1, seals="all", facts=earlier | {"--lr": "f()"})(tmp_path)
@@ -279,7 +280,7 @@ def test_the_first_step_that_differs_from_another_run_is_found(run: Path, tmp_pa
     with mock.patch.dict("os.environ", RANK="1"):  # torchrun ends the others with a rank that fails
         assert audited(0, 1, [str(run), "--seal", "x"]) == (0, "")
     with (
-        mock.patch("megacore.audit.replay._wrongly_loaded", return_value=["other weights"]),
+        mock.patch("megacore.audit.replay._otherwise", return_value=["other weights"]),
         mock.patch("megacore.audit.command.first_change", lambda _, words: [" ".join(words)]),
     ):
         _, said = audited(0, 1, [str(run), "--bisect", "--against", "HEAD", "--device", "cpu"])
