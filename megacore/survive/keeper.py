@@ -38,14 +38,10 @@ from megacore.config.messages import counted, ranks_in_words
 from megacore.config.spelling import flag_and_value
 from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import EXIT_HUNG, EXIT_REFUSED, CheckpointError, UserError
-from megacore.files import open_regular
-from megacore.observe.records import json_lines
-from megacore.observe.sinks import EventsFile
 from megacore.remote import location
 from megacore.survive.copies import Inventory, NodeMemory, newest, publish_parts, remove_older, save_parts
 from megacore.survive.layouts import chosen_before, layout_for, write_layouts
 from megacore.survive.meeting import ASKED, BEAT_SECONDS, EXIT_ASKS, NOBODY, Meeting, Plan, Presence, Request
-from megacore.train.callbacks import Event
 from megacore.train.peers import HANDLED
 from megacore.train.stopping import ENDING, prepare_signals
 
@@ -113,8 +109,8 @@ class Child:
         if self.status is None or (self.status >= 0 and self.status != EXIT_HUNG):
             return None
         if self.stopped is not None:
-            return "stopped, and ended"
-        return "ended as hung" if self.status == EXIT_HUNG else f"ended by {_name(-self.status)}"
+            return "was stopped, and is ended"
+        return "was ended as hung" if self.status == EXIT_HUNG else f"was ended by {_name(-self.status)}"
 
 
 class Keeper:
@@ -149,8 +145,8 @@ class Keeper:
             else:  # the run goes on without this keeper, which is one of its ranks again or a spare
                 status, generation = self._meeting.status(current), current
                 plan = self._meeting.plan(current)
-                if status is None and plan and self._meeting.rank in plan.members:  # its child is gone
-                    self._lost(current, [self._meeting.rank])
+                if status is None and plan and (self._lacks(plan) or self._meeting.rank in plan.members):
+                    self._meeting.end(current, f"rank {self._meeting.rank} is back")
                     generation += 1
             while status is None:
                 plan = self._agreed(generation)
@@ -182,28 +178,9 @@ class Keeper:
         """Whether a generation that has this step in memory still measures what --retune tries."""
         return plan.fallback is not None and step <= plan.step + self._config.watch.retune_after
 
-    def _lost(self, generation: int, ranks: Sequence[int]) -> None:
-        """Say that a generation is over, as keepers are lost."""
-        self._meeting.end(generation, _keepers_lost(ranks), blamed=ranks[0])
-
-    def _take_in(self, generation: int, plan: Plan, came: Sequence[int]) -> None:
-        """End a generation if a layout trains more ranks with these, and a step that is kept is still to come: the last
-        ones would only be repeated."""
-        if len(plan.members) >= self._config.parallel.ranks:
-            return  # spares
-        newest = self.memory.newest_step()
-        blamed = plan.blamed if newest == plan.step else []
-        here = self._meeting.present(generation)
-        others = [rank for rank in here if rank != self._meeting.rank]
-        gone = [*self._meeting.lost(others, here), *(rank for rank in here if _rests(rank, blamed))]
-        values = self._layout(len(here.keys() - gone))
-        back, waits = _these(came, "is back", "are back"), "and waits" if len(came) == 1 else "and wait"
-        if values is None or self._ranks(values) <= len(plan.members):
-            _say(f"{back}, {waits}: no layout trains more ranks")
-        elif newest + self._config.watch.survive_interval >= self._config.training.train_iters:
-            _say(f"{back}, {waits}: the run is about to end")
-        else:
-            self._meeting.end(generation, back)
+    def _lacks(self, plan: Plan) -> bool:
+        """Whether a generation has fewer ranks than the run has asked for."""
+        return len(plan.members) < self._config.parallel.ranks
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """What the launcher tells this process is for its child."""
@@ -255,39 +232,8 @@ class Keeper:
             return
         plan = self._next_plan(generation, here, shown, request) if generation else self._first_plan(here)
         if plan is not None and meeting.propose(generation, plan):
-            if generation:
-                self._note_interrupted(generation - 1)
             for line in plan.lines:
                 _say(line)
-
-    def _note_interrupted(self, generation: int) -> None:
-        """Write the event of a recovery whose generation was over before its first step, which writes it else."""
-        plan, path = self._meeting.plan(generation), Path(self._config.training.output_dir, "events.jsonl")
-        if plan is None or not plan.cause or plan.asked:
-            return
-        with contextlib.suppress(OSError), open_regular(path) as file:
-            if any(row and row.get("noticed") == plan.at for _, row in json_lines(file)):
-                return
-        values = {"cause": plan.cause, "ranks": len(plan.members), "noticed": plan.at}
-        event = Event(plan.step, "recovery", {**values, "seconds_agreed": plan.made - plan.at})
-        EventsFile(path.parent, first_step=1, warn=_say).take(event)
-
-    def _cause(self, generation: int, here: Mapping[int, Presence]) -> str:
-        """Why a generation is over: all whose children were ended, and all lost keepers."""
-        meeting, plan, over = self._meeting, self._meeting.plan(generation), self._meeting.over(generation)
-        assert plan is not None and over is not None
-        failed, came = meeting.failed(generation), meeting.present(generation)
-        words = [
-            f"{_these(ranks, 'was', 'were')} {how}"
-            for how in dict.fromkeys(failed.values())
-            if (ranks := [rank for rank in failed if failed[rank] == how])
-        ]
-        if lost := [rank for rank in plan.present if here.get(rank) != came.get(rank)]:
-            words.append(_keepers_lost(lost))
-        named = " and ".join(words)
-        if not named or over["blamed"] not in (None, NOBODY):
-            return named or str(over["cause"])
-        return f"{named} as {over['cause']}"
 
     def _answer(self, generation: int, request: Request | None) -> None:
         """Say what this node's memory has, and do what is asked of it."""
@@ -342,7 +288,7 @@ class Keeper:
         """The plan after a failure; None: more is asked of the nodes before. `request`: what they have done."""
         before, over = self._meeting.plan(generation - 1), self._meeting.over(generation - 1)
         assert before is not None and over is not None
-        cause, at = self._cause(generation - 1, here), over["at"]
+        cause, at = over["cause"], over["at"]
         passed = [*before.passed, over["passed"]] if over["passed"] else before.passed
         saved = self._saved(before.serial, passed)
         everything = _source(list(shown.values()), saved)
@@ -366,6 +312,8 @@ class Keeper:
             cause += " with settings that --retune tried, and does not try again" if has_failed else ""
         else:
             tuning, asked = None, {}
+        if over["asked"] and (lost := [rank for rank in before.present if rank not in here]):
+            cause = f"the keeper of {ranks_in_words(lost)} is lost as {cause}"
         why = ""
         if len(blamed) >= _MOST_TRIES or not fit:
             why = f"it has failed {len(blamed)} times after step {step}"
@@ -399,8 +347,6 @@ class Keeper:
         if bad:
             rest = f"rests {_SECONDS_OF_REST / 60:g} minutes"
             lines.append(f"{ranks_in_words(bad)} failed {_MOST_FAILURES} times after step {step}, and {rest}")
-        if idle := [rank for rank in fit if rank not in members]:
-            layout += f"; {_these(idle, 'waits', 'wait')}"
         lines.append(f"{cause}: {counted(len(members), 'rank')} ({layout}) continue from {source.words}")
         interval = self._config.checkpoint.save_interval
         due = source.step - source.step % interval if interval and isinstance(self._checkpoints, Path) else 0
@@ -448,7 +394,7 @@ class Keeper:
                 if lines:
                     found = json.loads(lines[-1])
                 elif found is not None:
-                    how = f"was {failure}" if (failure := child.failure()) else "found no layout"
+                    how = child.failure() or "found no layout"
                     _say(f"the planner {how}: what is left splits the model as before, as far as it can")
             self._layouts[ranks] = found
         return self._layouts[ranks]
@@ -509,15 +455,15 @@ class Keeper:
             self.memory.note(child.pid)
             if self.signal:  # it came before there was a child
                 self._pass_on(self.signal, None)
-        elif meeting.rank not in plan.present:
-            meeting.come(generation)
-        if child is None and self._reader is None:  # into the cache of this node, before a failure waits for it
+        elif meeting.rank not in plan.present and self._lacks(plan):
+            meeting.end(generation, f"rank {meeting.rank} is back")
+        elif self._reader is None:  # into the cache of this node, before a failure waits for it
             self._reader = Child(self._forked(self._read_ahead))
         # Each watches the one before it: of several that are lost together, one is missed.
         others = [rank for rank in plan.members if rank != meeting.rank]
         watched = [rank for rank in others if rank < meeting.rank][-1:] or others[-1:]
         begun = asked = looked = time.monotonic()
-        has_ended = rested = False
+        has_ended = False
         while True:
             self._pause()
             now, is_over = time.monotonic(), False
@@ -534,37 +480,26 @@ class Keeper:
                     meeting.end(generation, asked["cause"], asked=asked)
                 # Settings that are tried may need too much memory; other causes come again, or are to be looked at.
                 elif ended in (EXIT_FAILED, EXIT_REFUSED) and self._is_trial(plan, self.memory.newest_step()):
-                    meeting.end(generation, f"rank {meeting.rank} failed")
+                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} failed")
                 elif ended == EXIT_REFUSED and plan.load:  # it is damaged: an older one may be whole
                     meeting.end(generation, f"{plan.load} cannot be continued", passed=plan.load)
-                elif how := f"ended by {_name(self.signal)}" if was_told else child.failure():
+                elif how := f"was ended by {_name(self.signal)}" if was_told else child.failure():
                     blamed = NOBODY if was_told or ended == EXIT_HUNG else meeting.rank  # who hangs does not end first
-                    if blamed != NOBODY:
-                        meeting.fail(generation, how)
-                    meeting.end(generation, f"rank {meeting.rank} was {how}", blamed=blamed)
+                    meeting.end(generation, f"rank {plan.members.index(meeting.rank)} {how}", blamed=blamed)
             if has_ended or now - asked > _SECONDS_BETWEEN_QUESTIONS:
                 asked, is_over = now, meeting.is_over(generation)
             if is_over:
                 status = meeting.status(generation)
                 if status != 0 or child is None or has_ended:  # else it is about to be done as well
-                    if child is not None and not has_ended and child.stopped is not None:
-                        meeting.fail(generation, "stopped, and ended")
                     self._end_child()
                     return status
             if now - looked > BEAT_SECONDS:
                 looked = now
-                if (
-                    not rested
-                    and now - begun > _SECONDS_OF_REST
-                    and child is None
-                    and _rests(meeting.rank, plan.blamed)
-                ):
-                    rested = True
-                    meeting.come(generation)
-                if meeting.rank == plan.members[0] and (came := meeting.came(generation)):
-                    self._take_in(generation, plan, came)
+                has_rested = now - begun > _SECONDS_OF_REST and _rests(meeting.rank, plan.blamed)
+                if has_rested and child is None and self._lacks(plan):
+                    meeting.end(generation, f"rank {meeting.rank} is back")
                 if lost := meeting.lost(watched, self._known):
-                    self._lost(generation, lost)
+                    meeting.end(generation, f"the keeper of {ranks_in_words(lost)} is lost", blamed=lost[0])
             if child is not None and has_ended and now - child.ended > _SECONDS_FOR_A_CAUSE:
                 meeting.finish(generation, child.status or 0)  # it was no echo, and would come again
 
@@ -669,15 +604,6 @@ def _numbers(here: Mapping[int, Presence], ranks: Sequence[int]) -> list[int]:
 def _rests(rank: int, blamed: Sequence[int]) -> bool:
     """Whether a rank has failed so often at the same step that the others go on without it."""
     return blamed.count(rank) >= _MOST_FAILURES
-
-
-def _keepers_lost(ranks: Sequence[int]) -> str:
-    return f"the keeper{'s' * (len(ranks) > 1)} of {_these(ranks, 'is', 'are')} lost"
-
-
-def _these(ranks: Sequence[int], one: str, several: str) -> str:
-    """Some ranks with a verb."""
-    return f"{ranks_in_words(ranks)} {one if len(ranks) == 1 else several}"
 
 
 def _name(number: int) -> str:

@@ -155,30 +155,6 @@ class Meeting:
         self._first(generation, "over", over)
         self._store.set(f"{generation}/news", "1")
 
-    def fail(self, generation: int, how: str) -> None:
-        """Say how this keeper's child was ended."""
-        self._put(generation, f"failed/{self.rank}", how)
-
-    def failed(self, generation: int) -> dict[int, str]:
-        """How children were ended, by rank."""
-        found = {rank: self._got(generation, f"failed/{rank}") for rank in range(self.size)}
-        return {rank: how for rank, how in found.items() if how is not None}
-
-    def come(self, generation: int) -> None:
-        """Say that this keeper may train, though the plan does not know."""
-        self._put(generation, f"came/{self.rank}", True)
-        self._store.add(f"{generation}/came", 1)
-
-    def came(self, generation: int) -> list[int]:
-        """The keepers that said so since this was asked last."""
-        if not self._store.check([f"{generation}/came"]):
-            return []
-        self._store.delete_key(f"{generation}/came")  # first: who comes meanwhile sets it again
-        found = [rank for rank in range(self.size) if self._store.check([f"{generation}/came/{rank}"])]
-        for rank in found:
-            self._store.delete_key(f"{generation}/came/{rank}")
-        return found
-
     def is_over(self, generation: int) -> bool:
         """Whether the generation, or the run with it, is over."""
         return bool(self._store.check([f"{generation}/news"]))

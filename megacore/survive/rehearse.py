@@ -96,21 +96,15 @@ def _with_metrics(launcher: int) -> list[dict[str, Any]]:
 
 
 def _recovery(struck: float, launcher: int) -> dict[str, float] | None:
-    """What the first recovery that ended after a time has cost, in seconds, with those before it that a failure
-    interrupted; None: there is none."""
-    first: float | None = None
+    """What the first recovery that ended after a time has cost, in seconds; None: there is none."""
     for said in _with_metrics(launcher)[:1]:
         for line in Path(said["output_dir"], "events.jsonl").read_text().splitlines(keepends=True):
             event: dict[str, Any] = json.loads(line) if line.endswith("\n") else {"event": ""}  # written half
-            if event["event"] != "recovery":
-                continue
-            noticed = event["noticed"]
-            first = noticed if first is None else first
-            if "seconds_step" in event:  # else it was interrupted
+            if event["event"] == "recovery":
                 parts = {part: event[f"seconds_{part}"] for part in ("agreed", "state", "step")}
-                if (end := noticed + sum(parts.values())) > struck:
-                    return {**parts, "total": end - first, "noticed": max(0.0, noticed - struck)}
-                first = None
+                total, noticed = sum(parts.values()), event["noticed"]
+                if noticed + total > struck:
+                    return {**parts, "total": total, "noticed": max(0.0, noticed - struck)}
     return None
 
 
