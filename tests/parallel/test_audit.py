@@ -250,19 +250,19 @@ def test_a_run_that_goes_on_with_other_settings_is_computed_again_in_parts(
         changes |= {"on_spike": "rollback", "spike_window": 4}
         run_distributed(train, tp, str(tmp_path), [((tp, 1, 1), changes)])
 
-    begin(1, train_iters=4, lr_decay_iters=6)
-    first, *_, last = lines_of(tmp_path / FILE)
-    assert last.kind == "save"
+    begin(1, train_iters=4, lr_decay_iters=6, spike_threshold=0.001, spike_skip_batches=3)
+    first, *_ = lines_of(tmp_path / FILE)
     earlier = {k.replace("on-spike window", "spike-window"): text for k, text in first.record["facts"].items()}
     rewritten(at=1, seals="all", facts=earlier)(tmp_path)
     reordered(lambda lines: lines[:-1])(tmp_path)
-    begin(2, load=str(tmp_path), global_batch_size=2)
-    changes = "(--global-batch-size: 4 and 2; --train-iters: 4 and 6)"
+    begin(2, load=str(tmp_path), global_batch_size=2, spike_threshold=1e3, spike_skip_batches=3)
+    changes = "(--global-batch-size: 4 and 2; --train-iters: 4 and 6; --on-spike threshold: 0.001 and 1000.0)"
     cut = f"  steps up to 4 agree; from step 5 on with other settings {changes}\n"
     for steps, ranks, flags in (("6", 1, ""), ("3-6", 1, ""), ("1-6", 2, "--bisect --pp 2")):
         words = [str(tmp_path), "--replay", steps, "--device", "cpu", *flags.split()]
         (status, said), *_ = run_distributed(audited, ranks, words, init=False)
         assert status == 0 and re.search(AGREES, said) and (cut in said or steps == "6"), said
+    assert "steps up to 2 agree; from step 3 on with other samples\n" in said
     shutil.rmtree(tmp_path / SAVED)
     assert "not there: checkpoints of step 4, which" in audited(0, 1, [str(tmp_path)])[1]
     assert audited(0, 1, [str(tmp_path), "--replay", "3-6", "--device", "cpu"]) == (2, "")
