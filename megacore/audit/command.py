@@ -23,7 +23,6 @@ from megacore.audit.check import (
 from megacore.audit.commits import commits_since, first_change
 from megacore.audit.ledger import FILE, BrokenLedger
 from megacore.audit.replay import checkpoints_in, replay
-from megacore.checkpoint.manifest import read_manifest
 from megacore.commands.tool import PassingParser, positive, require_none, run_tool
 from megacore.config.cli import printable
 from megacore.config.flags import flags_by_name, read_flags
@@ -130,8 +129,9 @@ def _audit(args: Namespace) -> Iterator[str]:
             print(f"  {directory.name}: every tensor is what the ledger says")
             missing |= uncovered(directory, history)
     if args.checkpoint is None and Path(args.run).is_dir():
-        there = {read_manifest(directory).step for directory in checkpoints}
-        if gone := {save.step for digest, save in history.saves.items() if digest not in history.gone} - there:
+        there = {directory.name for directory in checkpoints}
+        saved = [save for digest, save in history.saves.items() if save.kind == "save" and digest not in history.gone]
+        if gone := {save.step for save in saved if save.record["checkpoint"] not in there}:
             print(f"  not there: checkpoints of step {in_ranges(gone)}, which the run saved")
     print(f"  not covered: {', '.join([*sorted(missing), _NEVER])}")
 
