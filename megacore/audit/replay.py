@@ -116,6 +116,7 @@ def _config_of(part: _Part, history: History, work: Path, flags: Sequence[str]) 
         raise UserError(f"with the settings of {of_line}, no step is computed: {why}") from None
     for number in range(save.step + 1, part.steps.stop):
         _masks(history.facts_of(history.steps[number]), config)
+        _require_layout(history, history.steps[number], config)
     return config
 
 
@@ -235,6 +236,22 @@ def _masks(run: Mapping[str, str], config: ResolvedConfig) -> AbstractContextMan
         return masks_of_shards(tp, cp=cp, sequence_parallel=split)
     layout = f"--tp {tp} --cp {cp}{' --sequence-parallel' * split}"
     raise UserError(f"the dropout masks of the run are those of {layout}: replay it with these under torchrun{alone}")
+
+
+def _require_layout(history: History, line: Line, config: ResolvedConfig) -> None:
+    """Raises UserError where only the run's own layout computes what it did."""
+    layout = history.start_of(line).record["layout"]
+    if layout == dict(config.parallel.degrees):
+        return
+    if format_of(config) is not None:
+        why = "compresses what its ranks sum"
+    elif history.rounding_of(line) and config.model.experts is not None and config.precision.precision != "fp32":
+        why = "rounds to 16 bits, which sends tokens to other experts"
+    else:
+        return
+    degrees = " ".join(f"--{name} {degree}" for name, degree in layout.items() if degree > 1)
+    way = f"with {degrees} under torchrun" if degrees else "on one process"
+    raise UserError(f"step {line.step} of the run {why}: replay it {way}")
 
 
 def _why_not_narrowed(history: History, steps: range, config: ResolvedConfig) -> str:
